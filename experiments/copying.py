@@ -86,7 +86,7 @@ def main(settings: Settings) -> None:
     """Measure all models, print the table, write the files."""
     study = read_study(settings)
     require_same(study.models, "train.train_length", "evaluation.last_tokens")
-    first, store, scores = study.models[0], study.corpus.validation, {}
+    first, store, scores = study.models[0], study.store, {}
     for model in study.models:
         programs = compile_lengths(model, "rope", len(study.windows))
         mesh, params = restore(model)
@@ -113,7 +113,7 @@ def main(settings: Settings) -> None:
         f"{settings.match} equal tokens, from the last {train_length} tokens (near) or from farther (far), and on the "
         f"others. {study.sample}"
     )
-    content = {"data": study.corpus.digest, "match": settings.match, "num_windows": len(study.windows), "runs": results}
+    content = {"data": study.data_digest, "match": settings.match, "num_windows": len(study.windows), "runs": results}
     report.save("copying", study.directory, content, caption, rows, None)
 
 

@@ -141,7 +141,7 @@ def main(settings: Settings) -> None:
         if isinstance(model.run.model.processor, DapeConfig):
             variants[f"{model.name}, update zero"] = without_update(params)
         for name, of_variant in variants.items():
-            score = functools.partial(score_windows, programs, of_variant, mesh, study.corpus.validation, name=name)
+            score = functools.partial(score_windows, programs, of_variant, mesh, study.store, name=name)
             about = {"name": name, "step": model.step, "train_length": model.run.train.train_length}
             results.append(about | {"lengths": measure(study, needles, depths, score)})
     rows = [["model", "length", "depth", "loss with", "without", "decrease"]]
@@ -150,7 +150,7 @@ def main(settings: Settings) -> None:
             numbers = f"{each['depth']:.2f}", f"{each['nats']:.2f}", f"{each['nats_without']:.2f}"
             rows.append([result["name"], f"{each['length']:,}", *numbers, with_interval(each, "decrease_nats")])
     caption = f"Loss of {DIGITS} digits, in nats per token, with their needle in the text and without. {study.sample}"
-    content = {"data": study.corpus.digest, "digits": DIGITS, "num_windows": len(study.windows), "runs": results}
+    content = {"data": study.data_digest, "digits": DIGITS, "num_windows": len(study.windows), "runs": results}
     report.save("needle", study.directory, content, caption, rows, None)
 
 

@@ -35,7 +35,7 @@ from dape_jax.sharding import device_platform
 from dape_jax.tasks import tapes
 from dape_jax.training.loop import train
 from dape_jax.training.metrics import read_metrics
-from dape_jax.training.source import load_corpus
+from dape_jax.training.source import load_corpora
 from experiments.catalogue import find_experiment
 from experiments.methods import (
     METHODS,
@@ -227,7 +227,8 @@ def plan_runs(name: str, settings: Settings) -> list[PlannedRun]:
     # The digest of a text, or of a task's strings, must be the same for every seed.
     unseeded = [dataclasses.replace(config.data, seed=0) for config in configs]
     digests = {
-        each: load_corpus(each).digest if isinstance(each, DataConfig) else tapes.digest(each) for each in set(unseeded)
+        each: load_corpora(each).digest if isinstance(each, DataConfig) else tapes.digest(each)
+        for each in set(unseeded)
     }
     # The last component of the text's path is its name in results/.
     text = re.sub(r"[^\w.-]", "_", Path(os.path.expanduser(data)).name) or "text"

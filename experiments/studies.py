@@ -8,8 +8,8 @@ from etils import epath
 from jaxtyping import Float64, Int
 
 from dape_jax.config import RunConfig
-from dape_jax.data.store import Corpus
-from dape_jax.evaluation.perplexity import ScoredWindow, choose_windows, common_corpus
+from dape_jax.data.store import TokenStore
+from dape_jax.evaluation.perplexity import ScoredWindow, choose_windows, common_text
 from dape_jax.evaluation.statistics import bootstrap_interval, ratio_of_sums
 from dape_jax.evaluation.trained import TrainedModel, read_trained, require_different_names
 from dape_jax.provenance import make_results_directory
@@ -21,7 +21,8 @@ class Study:
     """Models, and the held-out windows on which they are compared; these are the windows of `eval.py`."""
 
     models: list[TrainedModel[RunConfig]]
-    corpus: Corpus
+    store: TokenStore
+    data_digest: str
     windows: list[ScoredWindow]
     directory: epath.Path  # of the results
 
@@ -51,10 +52,10 @@ def read_study(settings: Any, **evaluation: int) -> Study:
     changes = {"lengths": settings.lengths, "max_windows": settings.windows} | evaluation
     models = [read_trained(to_path(workdir, "--workdir"), settings.step, changes) for workdir in settings.workdir]
     require_different_names(models, "--workdir")
-    corpus = common_corpus(models, settings.data)
+    store, digest = common_text(models, settings.data)
     directory = make_results_directory(to_path(settings.output, "--output"), "--output")
-    windows = choose_windows(corpus.validation, max(settings.lengths), settings.windows)
-    return Study(models, corpus, windows, directory)
+    windows = choose_windows(store, max(settings.lengths), settings.windows)
+    return Study(models, store, digest, windows, directory)
 
 
 def interval(

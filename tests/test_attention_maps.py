@@ -182,7 +182,7 @@ def test_bad_input_is_named_before_any_work(workdir, tmp_path, monkeypatch, argu
 
 
 def test_text_that_has_changed_since_training_leaves_another_way(workdir, tmp_path, monkeypatch):
-    monkeypatch.setattr(trained, "load_corpus", tiny.changed_corpus(tmp_path))
+    monkeypatch.setattr(trained, "load_corpora", tiny.changed_corpus(tmp_path))
     with pytest.raises(InputError, match="--text"):
         attention_maps(workdir, length=16, output=tmp_path / "out")
 

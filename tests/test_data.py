@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 
 from dape_jax.data import store as store_module
 from dape_jax.data.batches import PackedDocuments, Windows, train_batches, validation_batches
+from dape_jax.data.prepare.command import prepare
+from dape_jax.data.prepare.config import PrepareConfig
 from dape_jax.data.prepare.inputs import find_files
 from dape_jax.data.prepare.records import split_of
 from dape_jax.data.store import (
@@ -33,11 +35,12 @@ from dape_jax.data.store import (
     DataConfig,
     Sidecar,
     TokenStore,
+    joined,
     open_corpus,
     open_store,
 )
 from dape_jax.errors import InputError
-from dape_jax.training.source import load_corpus
+from dape_jax.training.source import load_corpora, load_corpus
 
 quick = settings(max_examples=15, deadline=None)
 
@@ -261,6 +264,51 @@ def test_a_damaged_or_incomplete_corpus_in_a_bucket_gets_no_name(bucket: str, tm
         load_corpus(config(bucket, tmp_path / "cache", tokenizer=None))
 
 
+# several texts
+
+
+def test_a_text_for_validation_is_used_whole_and_so_is_the_other(tmp_path: Path):
+    one, other = write(tmp_path / "one", DOCUMENTS[:9]), write(tmp_path / "other", DOCUMENTS[20:])
+    both = config(one, tmp_path / "cache", validation_path=str(other))
+    corpora = load_corpora(both)
+    (train,), (validation,) = corpora.train.values(), corpora.validation.values()
+    assert Counter(texts(train)) == Counter(DOCUMENTS[:9])
+    assert Counter(texts(validation)) == Counter(DOCUMENTS[20:])
+    (other / "new.txt").write_bytes(b"more")
+    assert load_corpora(both).digest != corpora.digest
+    with pytest.raises(InputError, match=r"data\.validation_path = '/nowhere': input = "):
+        load_corpora(dataclasses.replace(both, validation_path="/nowhere"))
+
+
+def test_a_text_for_validation_is_encoded_as_the_corpus(tmp_path: Path):
+    words = [f"document {i} of a few words".encode() for i in range(30)]
+    options = {"input": (str(write(tmp_path / "one", words)),), "validation_fraction": 0.5}
+    made = prepare(PrepareConfig(output=str(tmp_path / "bpe"), train_bpe=260, **options)).corpus
+    prepare(PrepareConfig(output=str(tmp_path / "bytes"), tokenizer="bytes", **options))
+    other = write(tmp_path / "other", words[:3])
+    mine = config(tmp_path / "bpe", tmp_path / "cache", tokenizer=None, validation_path=str(other))
+    corpora = load_corpora(mine)
+    (train,), (validation,) = corpora.train.values(), corpora.validation.values()
+    assert train.digest == made.train.digest  # a corpus has its own splits
+    assert validation.sidecar.tokenizer == made.train.sidecar.tokenizer
+    assert texts(validation) == words[:3]
+    with pytest.raises(InputError, match=r"tokenizers = .*: must be the same for all texts of a run"):
+        load_corpora(dataclasses.replace(mine, mixture=f"{tmp_path}/bpe=1,{tmp_path}/bytes=1", validation_path=None))
+
+
+def test_a_mixture_is_of_the_corpora_that_it_names(tmp_path: Path):
+    one, other = write(tmp_path / "a=b", DOCUMENTS[:20]), write(tmp_path / "other", DOCUMENTS[20:])
+    mine = config("stdlib", tmp_path / "cache", mixture=f"{one}=0.7,{other}=3")
+    assert (mine.path, mine.weights) == (None, {str(one): 0.7, str(other): 3.0})
+    corpora = load_corpora(mine)
+    assert list(corpora.train) == list(corpora.validation) == list(mine.weights)
+    assert load_corpora(mine).digest == corpora.digest
+    assert load_corpora(dataclasses.replace(mine, mixture=f"{one}=0.8,{other}=3")).digest != corpora.digest
+    every = joined(corpora.stores("all"))
+    assert Counter(texts(every)) == Counter(DOCUMENTS)
+    assert every.num_tokens == sum(len(document) + 1 for document in DOCUMENTS)
+
+
 # store: damage
 
 
@@ -374,6 +422,12 @@ def test_a_corpus_that_is_not_whole_is_refused(pristine: Path, tmp_path: Path, n
         ({"validation_fraction": 0.0}, "data.validation_fraction = 0.0"),
         ({"validation_fraction": float("nan")}, "data.validation_fraction = nan"),
         ({"seed": -1}, "data.seed = -1"),
+        ({"validation_path": ""}, "data.validation_path = ''"),
+        ({"mixture": "books,code=1"}, "data.mixture = 'books,code=1': must be PATH=WEIGHT,PATH=WEIGHT"),
+        ({"mixture": "books=0.7,books=0.3"}, "data.mixture = "),
+        ({"mixture": "books=0,code=1"}, "data.mixture = "),
+        ({"mixture": "=1"}, "data.mixture = "),
+        ({"mixture": "books=nan"}, "data.mixture = "),
     ],
 )
 def test_a_wrong_config_names_field_and_value(changes: dict, field: str):
@@ -514,6 +568,54 @@ def test_a_store_shorter_than_a_window_is_refused():
     store, shard = memory_store(100), {"seed": 0, "shard_index": 0, "num_shards": 1}
     with pytest.raises(InputError, match="train_length = 100: must be at most 99: memory has 100 tokens"):
         train_batches(store, train_length=100, global_batch_size=4, **shard)
+
+
+def mixed(parts: list[TokenStore], batch: int, steps: int, shard=(0, 1), state=None, weights=(0.7, 0.3)):
+    """Return the first tokens of the windows of each step, and the final state."""
+    options = {"train_length": 4, "global_batch_size": batch, "seed": 0, "weights": weights}
+    iterator = train_batches(*parts, **options, shard_index=shard[0], num_shards=shard[1])
+    if state is not None:
+        iterator.set_state(json.loads(json.dumps(state)))
+    found = [next(iterator)["inputs"][:, 0].tolist() for _ in range(steps)]
+    state = iterator.get_state()
+    iterator.close()
+    return found, state
+
+
+@pytest.fixture(scope="module")
+def parts() -> list[TokenStore]:
+    """Return a store of 25 windows, and one of 10 whose tokens are larger."""
+    first, second = memory_store(101), memory_store(41)
+    return [first, dataclasses.replace(second, tokens=second.tokens + 1000)]
+
+
+def test_a_mixture_has_the_shares_of_its_weights_and_each_text_its_epochs(parts: list[TokenStore]):
+    windows = flat(mixed(parts, 10, 100)[0])
+    of_first = [start for start in windows if start < 1000]
+    assert abs(len(of_first) - 700) <= 7
+    for found, every in ((of_first, 25), ([start for start in windows if start >= 1000], 10)):
+        assert len(set(found[:every])) == len(set(found[every : 2 * every])) == every
+        assert found[:every] != found[every : 2 * every]
+    assert flat(mixed(parts, 10, 10, weights=(7.0, 3.0))[0]) == windows[:100]
+    assert flat(mixed(parts, 10, 10, weights=(1.0, 3.0))[0]) != windows[:100]
+    longest_share = max(len(list(run)) for is_first, run in itertools.groupby(start < 1000 for start in windows))
+    assert longest_share <= 4  # the texts alternate
+
+
+@quick
+@given(st.integers(0, 30), st.integers(1, 10), st.sampled_from([(1, 1), (4, 4), (8, 4), (2, 6)]), st.integers(1, 2))
+def test_a_mixture_resumes_exactly_with_another_batch_size_and_number_of_processes(
+    parts: list[TokenStore], before: int, after: int, batches: tuple[int, int], num_shards: int
+):
+    one, other = batches[0], batches[1] * num_shards
+    first, state = mixed(parts, one, before)
+    assert state == {"global_next_index": before * one}
+    shards = [mixed(parts, other, after, (shard, num_shards), state)[0] for shard in range(num_shards)]
+    whole = flat(mixed(parts, 1, before * one + after * other)[0])
+    assert flat(first) == whole[: before * one]
+    for step in range(after):
+        begin = before * one + step * other
+        assert sorted(flat([starts[step] for starts in shards])) == sorted(whole[begin : begin + other])
 
 
 # batches: validation

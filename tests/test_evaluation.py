@@ -41,7 +41,7 @@ from dape_jax.evaluation.statistics import (
     length_result,
     positions_result,
 )
-from dape_jax.evaluation.trained import TrainedModel, read_trained, validation_corpus
+from dape_jax.evaluation.trained import TrainedModel, corpora_of, read_trained
 from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, put_batch, read_mesh
 from dape_jax.training import loop
@@ -517,7 +517,9 @@ def test_another_corpus_is_scored_with_the_tokenizer_of_the_run(runs, root, tmp_
     written = evaluate(runs[:1], output=tmp_path / "out", lengths=(16,), data=str(other))
     digest = read_runs(written.directory)[0]["data"]
     data = RunConfig.from_dict(tiny.spec(root)).data
-    assert digest == load_corpus(dataclasses.replace(data, path=str(other))).digest
+    scored = load_corpus(data, path=str(other), validation_fraction=1.0)
+    assert digest == scored.digest
+    assert (scored.train.num_documents, scored.validation.num_documents) == (0, 41)
     assert digest != load_corpus(data).digest
 
     bpe = train_bpe(["number 1 is a text of a few words"], 257)
@@ -531,27 +533,53 @@ def test_another_corpus_is_scored_with_the_tokenizer_of_the_run(runs, root, tmp_
         return dataclasses.replace(model, run=dataclasses.replace(model.run, data=data))
 
     of_bytes, of_bpe = model_of(runs[0]), model_of(with_bpe)
-    assert validation_corpus(of_bytes, str(other)).validation.sidecar.tokenizer == "bytes"
+
+    def tokenizer_of(model: TrainedModel, text: Path) -> str:
+        (store,) = corpora_of(model, str(text)).validation.values()
+        return store.sidecar.tokenizer
+
+    assert tokenizer_of(of_bytes, other) == "bytes"
     (prepared,) = (tmp_path / "cache").glob("[!.]*")
-    assert validation_corpus(of_bytes, str(prepared)).validation.sidecar.tokenizer == "bytes"
-    assert validation_corpus(of_bpe, str(other)).validation.sidecar.tokenizer == bpe.name != "bytes"
+    assert tokenizer_of(of_bytes, prepared) == "bytes"
+    assert tokenizer_of(of_bpe, other) == bpe.name != "bytes"
     with pytest.raises(InputError, match=r"was prepared with 'bytes' \(--data, for .*run\)"):
-        validation_corpus(of_bpe, str(prepared))
+        tokenizer_of(of_bpe, prepared)
+
+
+def test_a_split_of_a_corpus_or_all_of_a_text_is_scored(runs, root, tmp_path):
+    """Every document is longer than a window, and gives one."""
+    data = RunConfig.from_dict(tiny.spec(root)).data
+    prepared = load_corpus(data)
+    sizes = {"train": prepared.train.num_documents, "validation": prepared.validation.num_documents, "all": 40}
+    digests = set()
+    for text, split, expected in (
+        *((str(prepared.train.directory.parent), split, size) for split, size in sizes.items()),
+        (data.path, "validation", 40),
+        (None, "all", 40),
+    ):
+        options = {"output": tmp_path / "out", "lengths": (16,), "last_tokens": 4, "max_windows": expected}
+        written = evaluate(runs[:1], data=text, split=split, **options)
+        (run,) = read_runs(written.directory)
+        (result,) = run["lengths"]
+        assert (run["split"], result["num_documents"], result["num_tokens"]) == (split, expected, 4 * expected)
+        assert f"from {expected} documents, {4 * expected} scored tokens" in written.table
+        digests.add(run["data"])
+    assert len(digests) == 2  # the text without a split is another corpus
+    with pytest.raises(InputError, match=r"split = 'train': must have documents in .*text as bytes"):
+        evaluate(runs[:1], data=data.path, split="train", output=tmp_path / "out")
 
 
 def test_texts_that_changed_or_differ_are_refused(runs, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
-        patch.setattr(trained, "load_corpus", tiny.changed_corpus(tmp_path))
+        patch.setattr(trained, "load_corpora", tiny.changed_corpus(tmp_path))
         with pytest.raises(InputError, match=r"data.path = .*no longer holds the text .*--data"):
             evaluate(runs[1:], lengths=(16,), output=tmp_path)
 
     def other_for_dape(model: TrainedModel, data: str | None) -> Any:
-        corpus = validation_corpus(model, data)
-        digest = "1" * 64 if model.name == "dape" else corpus.train.sidecar.digest
-        sidecar = dataclasses.replace(corpus.train.sidecar, digest=digest)
-        return dataclasses.replace(corpus, train=dataclasses.replace(corpus.train, sidecar=sidecar))
+        corpora = corpora_of(model, data)
+        return corpora if model.name == "dape" else dataclasses.replace(corpora, train=corpora.validation)
 
-    monkeypatch.setattr(perplexity, "validation_corpus", other_for_dape)
+    monkeypatch.setattr(perplexity, "corpora_of", other_for_dape)
     with pytest.raises(InputError, match=r"data = \{'none': '.*text.* as bytes', 'dape': '.*'\}: must be.*--data=TEXT"):
         evaluate(runs, output=tmp_path)
 
@@ -578,6 +606,7 @@ OPTIONS = {
     "no windows": ({"max_windows": 0}, "evaluation.max_windows = 0: must be positive"),
     "step": ({"step": "3"}, r"step = '3': must be one of \['newest', 'best', '2', '4'\]"),
     "protocol": ({"protocol": "deltas"}, r"protocol = 'deltas': must be one of \['perplexity', 'delta', 'positions'\]"),
+    "split": ({"split": "test"}, r"split = 'test': must be one of \['train', 'validation', 'all'\]"),
     "format": ({"format": ("pdf",)}, r"format = \('pdf',\): must be of \['csv', 'md'\]"),
     "delta tokens": ({"protocol": "delta", "last_tokens": 8}, "last_tokens = 8: .*--protocol=delta"),
     "position tokens": ({"protocol": "positions", "last_tokens": 8}, "last_tokens = 8: .*--protocol=positions"),

@@ -51,7 +51,7 @@ def test_losses_of_packed_documents_are_those_of_the_documents_alone(tmp_path):
         return total / sum(len(document[0]) for document in rows)
 
     with jax.set_mesh(mesh):
-        expected, validation = alone([batch]), alone(source.validation)
+        expected, validation = alone([batch]), alone(source.validation[run.data.path])
         found = make_validation(run, graphdef, source.validation, mesh)(state.params)["loss_nats"]
         assert found == pytest.approx(validation, rel=1e-5)
         norms = []

@@ -18,6 +18,8 @@ import tiny
 
 from dape_jax.config import RunConfig, resolved
 from dape_jax.errors import InputError, NonFiniteError
+from dape_jax.evaluation.options import Options
+from dape_jax.evaluation.perplexity import evaluate
 from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, put_batch
 from dape_jax.training import checkpoint, loop
@@ -290,11 +292,45 @@ def test_a_small_validation_set_gives_the_same_loss_at_any_batch_size(root):
         run = RunConfig.from_dict(tiny.spec(root, **changes, train__batch_size=batch_size))
         mesh, (graphdef, _) = make_mesh(run.mesh, jax.devices()[:num_devices]), model_structure(run.model)
         source = open_source(run, mesh)
-        assert sum(len(batch["inputs"]) for batch in source.validation) < batch_size + num_devices
+        (batches,) = source.validation.values()
+        assert sum(len(batch["inputs"]) for batch in batches) < batch_size + num_devices
         with jax.set_mesh(mesh):
             params = init_state(run.model, make_optimizer(run.optimizer, 4), 0, mesh).params
             losses.append(loop.make_validation(run, graphdef, source.validation, mesh)(params)["loss_nats"])
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def test_a_run_on_a_mixture_resumes_bitwise_and_logs_the_loss_of_each_text(root, tmp_path, monkeypatch):
+    tiny.write_text(tmp_path / "other")
+    weights = {str(root / "text"): 3.0, str(tmp_path / "other"): 1.0}
+    mixture = ",".join(f"{path}={weight}" for path, weight in weights.items())
+    spec = small_spec(root, data__mixture=mixture, model__num_layers=1, train__eval_interval=2)
+    for name in ("make_train_step", "make_nll_step"):
+        monkeypatch.setattr(loop, name, first_result(getattr(loop, name)))
+    loop.train(spec, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 8)  # in the fourth step: there are four batches per validation
+        with pytest.raises(KeyboardInterrupt):
+            loop.train(spec, tmp_path / "parts")
+    loop.train(spec, tmp_path / "parts")
+    chex.assert_trees_all_equal(saved_arrays(tmp_path / "parts", 4), saved_arrays(tmp_path / "whole", 4))
+    found = read_metrics(tmp_path / "parts")
+    losses = [found[f"validation/loss_nats/{path}"][4] for path in weights]
+    assert found["validation/loss_nats"][4] == pytest.approx((3 * losses[0] + losses[1]) / 4, rel=1e-12)
+    with pytest.raises(InputError, match="data_digest"):
+        loop.train(spec | {"data": spec["data"] | {"mixture": mixture.replace("3.0", "2.0")}}, tmp_path / "parts")
+    assert json.loads((tmp_path / "parts/config.json").read_text())["config"]["data"]["path"] is None
+
+
+def test_a_run_with_a_text_for_validation_is_evaluated_on_it(root, tmp_path):
+    other = tiny.write_text(tmp_path / "other")
+    (other / "more.txt").write_text("more of it " * 30)
+    spec = tiny.spec(root, data__validation_path=str(other), model__num_layers=1, train__num_steps=2)
+    loop.train(spec, tmp_path / "run")
+    evaluate([tmp_path / "run"], Options(lengths=(16,), max_windows=100))
+    (run,) = json.loads((tmp_path / "run/lengths.json").read_text())["runs"]
+    assert run["lengths"][0]["num_documents"] == 41
+    assert run["data"] == json.loads((tmp_path / "run/config.json").read_text())["data_digest"]
 
 
 def test_damaged_tokens_are_found_before_training(tmp_path):

@@ -11,9 +11,9 @@ from typing import Any
 
 import tokenizers
 
-from dape_jax.data.store import Corpus, DataConfig
+from dape_jax.data.store import Corpora, DataConfig
 from dape_jax.model.transformer import GPT_NEOX, LLAMA
-from dape_jax.training.source import load_corpus
+from dape_jax.training.source import load_corpora
 
 WORDS = "the attention scores of a long text are a picture whose rows are queries and whose columns are keys".split()
 
@@ -125,13 +125,13 @@ def sentencepiece_bpe(texts: Sequence[str]) -> dict[str, Any]:
     return content | {"added_tokens": content["added_tokens"][:3]}
 
 
-def changed_corpus(directory: Path) -> Callable[[DataConfig], Corpus]:
-    """Return a `load_corpus` that reads the text as if a file had been added to it; the copy is in `directory`."""
+def changed_corpus(directory: Path) -> Callable[..., Corpora]:
+    """Return a `load_corpora` that reads the text as if a file had been added to it; the copy is in `directory`."""
 
-    def load_changed(config: DataConfig, lossy: bool = False) -> Corpus:
+    def load_changed(config: DataConfig, **options: Any) -> Corpora:
         text = directory / "text"
         shutil.copytree(config.path, text)
         (text / "new.txt").write_text("new text " * 50)
-        return load_corpus(dataclasses.replace(config, path=str(text)), lossy)
+        return load_corpora(dataclasses.replace(config, path=str(text)), **options)
 
     return load_changed

@@ -60,6 +60,8 @@ def text(**fields: Any) -> Fields:
         validation_fraction=0.05,
         seed=0,
         packing="stream",  # "documents": packed documents that do not see each other
+        validation_path=None,  # another text, all of it for validation
+        mixture=None,  # "TEXT=0.7,TEXT=0.3": several texts with their weights, in place of path
     )
     return shared | fields
 

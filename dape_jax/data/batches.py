@@ -1,11 +1,12 @@
 """Token store -> batches of windows or of packed documents, through Grain.
 
-In: a `TokenStore`. Out: {"inputs": int32[B, T], "targets": int32[B, T], ..} in host memory, only this process's rows.
-Next: `dape_jax.training`, which places them on the devices, and `dape_jax.evaluation`.
+In: a `TokenStore`, or several with weights. Out: {"inputs": int32[B, T], "targets": int32[B, T], ..} in host memory,
+only this process's rows. Next: `dape_jax.training`, which places them on the devices, and `dape_jax.evaluation`.
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import grain
 import numpy as np
@@ -126,8 +127,8 @@ def _best_fit(sizes: Int64[np.ndarray, "pieces"], room: int) -> Int64[np.ndarray
 
 
 def train_batches(
-    store: TokenStore,
-    *,
+    *stores: TokenStore,
+    weights: Sequence[float] = (1.0,),
     train_length: int,
     global_batch_size: int,
     seed: int,
@@ -137,22 +138,26 @@ def train_batches(
 ) -> grain.DatasetIterator[Batch]:
     """Return endless shuffled batches: every window or row once per epoch, in a new order in each epoch.
 
-    `packing` is "stream" for `Windows`, as in the paper, or "documents" for `PackedDocuments`.
+    Several stores are mixed: each gives the share of the windows that its weight has in `weights`, to 1 %, and has its
+    own epochs. `packing` is "stream" for `Windows`, as in the paper, or "documents" for `PackedDocuments`.
 
     The iterator's complete state, `get_state()` -> {"global_next_index": N}, is the number of windows that all
     processes together have read. It is the same on all processes, and `set_state` resumes exactly, also with another
-    number of processes or another batch size. The caller must keep the store, the length T and the seed the same.
+    number of processes or another batch size. The caller must keep the stores, the weights, the length T and the seed.
 
     `global_batch_size` is the number of rows over all processes. This process, `shard_index` of `num_shards`, yields
     global_batch_size / num_shards of them.
 
     Raises:
-        InputError: the store is shorter than one window.
+        InputError: a store is shorter than one window.
     """
-    windows = _windows(store, train_length, packing)
     # seed().shuffle(), not shuffle(seed): Grain shuffles epoch e with seed + e, so epoch 2 of seed 0 would equal
     # epoch 1 of seed 1; seed() hashes the seed first.
-    dataset = grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
+    parts = [
+        grain.MapDataset.source(_windows(store, train_length, packing)).seed(seed).shuffle().repeat()
+        for store in stores
+    ]
+    dataset = parts[0] if len(parts) == 1 else grain.MapDataset.mix(parts, weights)
     shard = grain.sharding.ShardOptions(shard_index=shard_index, shard_count=num_shards)
     return iter(ElasticIterator(dataset, global_batch_size, shard, read_options=_READ_OPTIONS))
 

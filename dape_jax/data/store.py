@@ -21,7 +21,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -32,7 +32,7 @@ from jaxtyping import Int64, UInt
 
 from dape_jax.data.tokenizers import TOKENIZER_FILE, Bytes, Tokenizer, read_tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, one_of, require
-from dape_jax.files import parse_json, read_json, write_json
+from dape_jax.files import json_digest, parse_json, read_json, write_json
 from dape_jax.progress import Progress
 from dape_jax.storage import is_remote, require_local
 
@@ -67,10 +67,19 @@ class DataConfig:
     # "stream": windows of the concatenated documents, as in the paper; "documents": packed documents that do not see
     # each other, with positions that restart (`batches.PackedDocuments`)
     packing: str = "stream"
+    # Text for validation, in the form of `path`: all of its documents, and all those of raw text at `path` are trained
+    # on. A prepared corpus has its own splits. None: documents of `path`.
+    validation_path: str | None = dataclasses.field(default=None, metadata={"resumable": True})
+    # Several texts in place of `path`, with the share of the training windows from each: "data/books=0.7,data/code=0.3"
+    mixture: str | None = dataclasses.field(default=None, metadata={"resumable": True})
 
     def __post_init__(self):
+        if self.mixture is not None:
+            object.__setattr__(self, "path", None)
+            parse_mixture(self.mixture)
         one_of(self, "data", packing=PACKINGS)
         require(self.path != "", "data.path", self.path, f"must be a file, a directory, a glob or {STDLIB!r}")
+        require(self.validation_path != "", "data.validation_path", "", "must be the path of a text, or None")
         is_known = self.tokenizer is None or re.fullmatch(rf"{_NAME}|.*\.json", self.tokenizer, re.DOTALL)
         allowed = "must be None (the prepared corpus's), 'bytes', or the path or name of a tokenizer.json"
         require(bool(is_known), "data.tokenizer", self.tokenizer, allowed)
@@ -78,6 +87,27 @@ class DataConfig:
         fraction = self.validation_fraction
         require(0 < fraction < 1, "data.validation_fraction", fraction, "must be in (0, 1)")
         require(0 <= self.seed < 2**32, "data.seed", self.seed, "must be 0 to 2**32 - 1")
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Texts to train on, with their weights in the mixture; {} for an imported model."""
+        if self.mixture is not None:
+            return parse_mixture(self.mixture)
+        return {} if self.path is None else {self.path: 1.0}
+
+
+def parse_mixture(mixture: str) -> dict[str, float]:
+    """Return the weights of texts by their paths: "data/books=0.7,data/code=0.3".
+
+    Raises:
+        InputError: a weight is missing or not positive, or a path is missing or named twice.
+    """
+    items = [item.rpartition("=")[::2] for item in mixture.split(",")]
+    weights = {path: float(weight) for path, weight in items if re.fullmatch(r"[0-9]+(\.[0-9]+)?", weight)}
+    is_valid = len(weights) == len(items) and all(weights) and min(weights.values()) > 0
+    allowed = "must be PATH=WEIGHT,PATH=WEIGHT with different paths, without commas in them, and positive weights"
+    require(is_valid, "data.mixture", mixture, allowed)
+    return weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,43 +221,75 @@ class Corpus:
 
     def verify(self, full: bool = True) -> None:
         """Verify both stores; see `TokenStore.verify`."""
-        verify((self.train, self.validation), full)
+        verify_stores((self.train, self.validation), full)
 
 
-def verify(stores: Iterable[TokenStore], full: bool) -> None:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Corpora:
+    """Stores of a run by path: those of one corpus, or of a mixture with its weights."""
+
+    train: dict[str, TokenStore]
+    validation: dict[str, TokenStore]
+    weights: dict[str, float]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all stores and weights; of one store each, as that of `Corpus`."""
+        train, validation = list(self.train.values()), list(self.validation.values())
+        if len(train) == len(validation) == 1:
+            return Corpus(*train, *validation).digest
+        weighted = [[self.weights[path], store.digest] for path, store in self.train.items()]
+        return json_digest([weighted, [store.digest for store in validation]])
+
+    def stores(self, split: str) -> list[TokenStore]:
+        """Return the stores of "train", "validation" or "all" that have documents."""
+        chosen = [self.train] * (split != "validation") + [self.validation] * (split != "train")
+        return [store for stores in chosen for store in stores.values() if store.num_documents]
+
+
+def verify_stores(stores: Iterable[TokenStore], full: bool) -> None:
     """Verify stores at the same time, each in its thread; see `TokenStore.verify`."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
         list(pool.map(lambda store: store.verify(full), stores))
+
+
+def joined(stores: Sequence[TokenStore]) -> TokenStore:
+    """Return the documents of several stores of one tokenizer as one store, in memory; a single store as it is."""
+    first, *others = stores
+    if not others:
+        return first
+    tokens = np.concatenate([store.tokens for store in stores])
+    sizes = np.concatenate([np.diff(store.offsets) for store in stores])
+    sidecar = dataclasses.replace(first.sidecar, num_documents=len(sizes), num_tokens=len(tokens))
+    return TokenStore(first.directory, sidecar, tokens, np.cumsum(np.concatenate([[0], sizes]), dtype="<i8"))
 
 
 def _digest(train: Sidecar, validation: Sidecar) -> str:
     return hashlib.sha256(f"{train.digest} {validation.digest}".encode()).hexdigest()
 
 
-def find_corpus(config: DataConfig) -> Path | None:
-    """Return the local directory of the prepared corpus at `data.path`, or None if there is raw text.
+def find_corpus(path: str, config: DataConfig, field: str = "data.path") -> Path | None:
+    """Return the local directory of the prepared corpus at a path, or None if there is raw text.
 
     A corpus at a URL is first copied to `data.cache_dir`/<16 hex digits of its digest>, unless it is there.
 
     Raises:
-        InputError: the path is None or cannot be read, the tokenizer differs from the corpus's, or a copy is damaged.
+        InputError: the path cannot be read, the tokenizer differs from the corpus's, or a copy is damaged. The message
+            names `field`.
     """
-    allowed = "must be the path of text or of a corpus: this model was imported, and its training text is unknown"
-    require(config.path is not None, "data.path", config.path, allowed)
-    assert config.path is not None
-    sidecars = _sidecars(config.path)
+    sidecars = _sidecars(path, field)
     if not sidecars:
-        is_split = Path(os.path.expanduser(config.path), TOKENS_FILE).exists()
-        require(not is_split, "data.path", config.path, "is one split of a corpus; give the directory above it")
+        is_split = Path(os.path.expanduser(path), TOKENS_FILE).exists()
+        require(not is_split, field, path, "is one split of a corpus; give the directory above it")
         return None
     name, given = sidecars["train"].tokenizer, config.tokenizer
     if given is not None and not re.fullmatch(_NAME, given):
         given = read_tokenizer(given).name
-    allowed = f"must be None or {name!r}: data.path = {config.path!r} was prepared with {name!r}"
+    allowed = f"must be None or {name!r}: {field} = {path!r} was prepared with {name!r}"
     require(given in (None, name), "data.tokenizer", config.tokenizer, allowed)
-    if is_remote(config.path):
-        return _local_copy(config.path, sidecars, Path(os.path.abspath(os.path.expanduser(config.cache_dir))))
-    return Path(os.path.expanduser(config.path))
+    if is_remote(path):
+        return _local_copy(path, field, sidecars, Path(os.path.abspath(os.path.expanduser(config.cache_dir))))
+    return Path(os.path.expanduser(path))
 
 
 def follow_corpus(spec: dict[str, Any]) -> dict[str, Any]:
@@ -245,9 +307,11 @@ def follow_corpus(spec: dict[str, Any]) -> dict[str, Any]:
         path, tokenizer, vocab_size = data["path"], data["tokenizer"], model["vocab_size"]
     except (KeyError, TypeError):
         return spec
-    if None not in (tokenizer, vocab_size) or not (isinstance(path, str) and path):
+    mixture = data["mixture"] if "mixture" in data else None
+    paths = list(parse_mixture(mixture)) if isinstance(mixture, str) else [path]
+    if None not in (tokenizer, vocab_size) or not all(isinstance(path, str) and path for path in paths):
         return spec
-    sidecars = _sidecars(path)
+    sidecars = next(filter(None, (_sidecars(path, "data.path") for path in paths)), {})
     if not sidecars and tokenizer is None:
         tokenizer = Bytes.name
     if vocab_size is None:
@@ -274,7 +338,9 @@ def open_store(directory: Path) -> TokenStore:
     file = directory / SIDECAR_FILE
     sidecar = _sidecar(str(file), read_json(file))
     try:
-        tokens = np.memmap(directory / TOKENS_FILE, token_dtype(sidecar.vocab_size), mode="r")
+        tokens = np.zeros(0, token_dtype(sidecar.vocab_size))
+        if sidecar.num_tokens or (directory / TOKENS_FILE).stat().st_size:  # an empty file cannot be mapped
+            tokens = np.memmap(directory / TOKENS_FILE, tokens.dtype, mode="r")
         offsets = np.load(directory / OFFSETS_FILE, mmap_mode="r")
     except Exception as error:  # numpy raises many kinds of errors for damaged headers, some of several lines
         raise InputError(f"{file}: the files next to it cannot be read: {error!r}") from error
@@ -291,22 +357,22 @@ def _sidecar(file: str, content: dict[str, Any]) -> Sidecar:
     return Sidecar(**content)
 
 
-def _sidecars(path: str) -> dict[str, Sidecar]:
+def _sidecars(path: str, field: str) -> dict[str, Sidecar]:
     """Return the sidecars of the prepared corpus at a path or URL, or {} if it is raw text."""
     if path == STDLIB:
         return {}
     sidecars: dict[str, Sidecar] = {}
     for split in SPLITS:
         file = f"{path.rstrip('/')}/{split}/{SIDECAR_FILE}"
-        with read_errors("data.path", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with read_errors(field, path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             system, name = fsspec.url_to_fs(os.path.expanduser(file))
             sidecars[split] = _sidecar(file, parse_json(file, system.cat_file(name)))
     allowed = f"must be a whole corpus; only {list(sidecars)} has a {SIDECAR_FILE}"
-    require(len(sidecars) != 1, "data.path", path, allowed)
+    require(len(sidecars) != 1, field, path, allowed)
     return sidecars
 
 
-def _local_copy(url: str, sidecars: dict[str, Sidecar], cache: Path) -> Path:
+def _local_copy(url: str, field: str, sidecars: dict[str, Sidecar], cache: Path) -> Path:
     """Return a local copy of the prepared corpus at a URL; make it if missing.
 
     One process of a machine copies and the others wait. Only the files of a store are copied, whatever else is there. A
@@ -324,7 +390,7 @@ def _local_copy(url: str, sidecars: dict[str, Sidecar], cache: Path) -> Path:
                 names = [TOKENS_FILE, OFFSETS_FILE, SIDECAR_FILE]
                 names += [TOKENIZER_FILE] if sidecar.tokenizer != Bytes.name else []
                 (copy / split).mkdir(parents=True)
-                with read_errors("data.path", url):
+                with read_errors(field, url):
                     system, root = fsspec.url_to_fs(f"{url.rstrip('/')}/{split}")
                     system.get([f"{root}/{name}" for name in names], [f"{copy / split / name}" for name in names])
             open_corpus(copy).verify()

@@ -67,8 +67,8 @@ def positions_table(results: Results) -> Table:
     first = results[0]["positions"]
     caption = (
         f"Loss in nats by position in windows of {first['length']} tokens, trained at {_train_lengths(results)} "
-        f"tokens. {_sample(first)}. A model breaks where its smoothed loss is more than {first['margin_nats']} nats "
-        "above that around the train length (T/2..T)."
+        f"tokens. {_sample(first)}, {first['num_windows'] * first['length']:,} scored tokens. A model breaks where its "
+        f"smoothed loss is more than {first['margin_nats']} nats above that around the train length (T/2..T)."
     )
     rows = [["", "around the train length", f"{first['length'] // 2}..{first['length']}", "breaks at"]]
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
@@ -96,7 +96,7 @@ def _train_lengths(results: Results) -> str:
 
 
 def _sample(result: dict[str, Any]) -> str:
-    return f"{result['num_windows']} sequences from {result['num_documents']} validation documents"
+    return f"{result['num_windows']} sequences from {result['num_documents']} documents"
 
 
 def plot_by_length(results: Results, name: str, field: str, ylabel: str) -> tuple[Figure, Axes]:

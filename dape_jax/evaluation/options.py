@@ -27,8 +27,10 @@ class Options:
     last_tokens: int | None = flag(None, "Scored tokens of a sequence; that of the run's config if unset.")
     max_windows: int | None = flag(None, "Maximum number of scored sequences; that of the run's config if unset.")
     data: str | None = flag(
-        None, "Another corpus whose validation documents are scored, in the form of --config.data.path."
+        None,
+        "Another text to score, in the form of --config.data.path: all documents of raw text; of a corpus, --split.",
     )
+    split: str = flag("validation", "Documents of a corpus that are scored: train, validation or all.")
     verify: bool = flag(False, "Check the digest of the text, even if its files are unchanged since the last check.")
     rotary: tuple[str, ...] = flag(
         ("rope",),
@@ -48,6 +50,8 @@ class Options:
 
     def __post_init__(self):
         require(set(self.format) <= set(FORMATS), "format", self.format, f"must be of {list(FORMATS)}, or none")
+        splits = ["train", "validation", "all"]
+        require(self.split in splits, "split", self.split, f"must be one of {splits}")
 
     def refuse(self, models: str, *names: str) -> None:
         """Raise `InputError` if one of these options is given, which are only for other models."""

@@ -18,6 +18,7 @@ Reading order: `PROTOCOLS`, `evaluate`, then the functions in the order in which
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,19 +30,21 @@ from jax.stages import Wrapped
 from jaxtyping import Float64, Int
 
 from dape_jax.config import RunConfig
-from dape_jax.data.store import Corpus, TokenStore
+from dape_jax.data.store import TokenStore, joined, verify_stores
 from dape_jax.errors import require
 from dape_jax.evaluation import figures, report, statistics
 from dape_jax.evaluation.config import EvaluationConfig
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, model_at, run_in_batches
-from dape_jax.evaluation.trained import TrainedModel, read_models, require_same, restore, validation_corpus
+from dape_jax.evaluation.trained import TrainedModel, corpora_of, read_models, require_same, restore
 from dape_jax.model.positions import STRETCHES, Rope
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh
 from dape_jax.training.step import abstract_params, make_nll_step
+
+logger = logging.getLogger(__name__)
 
 Model = TrainedModel[RunConfig]
 NllByLength = dict[int, Float64[np.ndarray, "windows scored"]]  # nats, of the scored tokens of every window
@@ -119,10 +122,14 @@ def evaluate(
     fields = ("evaluation.lengths", "evaluation.last_tokens", "evaluation.max_windows")
     require_same(models, *(["train.train_length"] if options.protocol == "delta" else []), *fields)
 
-    corpus = common_corpus(models, options.data, options.verify)
-    store, evaluation = corpus.validation, models[0].run.evaluation
+    store, digest = common_text(models, options.data, options.split, options.verify)
+    evaluation = models[0].run.evaluation
     windows = choose_windows(store, max(evaluation.lengths), evaluation.max_windows)
     documents = np.array([window.document for window in windows])
+    longest = max(evaluation.lengths)
+    counts = store.num_documents, store.num_tokens, int((np.diff(store.offsets) <= longest).sum())
+    message = "text: %s documents (%s tokens); %s of them are left out, being shorter than %s tokens"
+    logger.info(message, *(f"{count:,}" for count in (*counts, longest + 1)))
 
     directory = make_results_directory(output or report.common_directory(workdirs))
     # Compile everything before reading parameters, so that a length that does not fit is refused early.
@@ -137,7 +144,8 @@ def evaluate(
             name, train_length = variant_name(model, rotary), model.run.train.train_length
             nll = score_windows(compiled, params, mesh_of_model, store, windows, name)
             identity = {"name": name, "workdir": str(model.workdir), "step": model.step, "train_length": train_length}
-            identity |= {"rotary": rotary, "last_tokens": evaluation.last_tokens, "data": corpus.digest}
+            identity |= {"rotary": rotary, "last_tokens": evaluation.last_tokens, "data": digest}
+            identity |= {"split": options.split}
             results.append(identity | protocol.result(documents, nll, train_length))
         del params  # before the next model's are read
     return report.save(protocol.stem, directory, {"runs": results}, *protocol.table(results), options.format)
@@ -176,28 +184,33 @@ def scored_as(protocol: Protocol, model: Model) -> Model:
     return dataclasses.replace(model, run=dataclasses.replace(model.run, evaluation=evaluation))
 
 
-def common_corpus(models: Sequence[Model], data: str | None, verify: bool = False) -> Corpus:
-    """Return the corpus that all models are scored on, after its validation documents were verified.
+def common_text(
+    models: Sequence[Model], data: str | None, split: str = "validation", verify: bool = False
+) -> tuple[TokenStore, str]:
+    """Return the documents that all models are scored on, after they were verified, and the digest of their corpora.
 
     Imported models, which have no text, get that of the first trained one, with their own tokenizer.
 
     Raises:
-        InputError: a corpus cannot be read, they differ, the text differs from its digest, or all models are imported
-            and `data` is None.
+        InputError: a corpus cannot be read, they differ, the split has no documents, the text differs from its digest,
+            or all models are imported and `data` is None.
     """
-    first = next((model for model in models if model.run.data.path is not None), models[0])
+    first = next((model for model in models if model.run.data.weights), models[0])
     corpora, texts = [], {}
     for model in models:
-        if model.run.data.path is None:
+        if not model.run.data.weights:
             config = dataclasses.replace(first.run.data, tokenizer=model.run.data.tokenizer)
             run = dataclasses.replace(model.run, data=config)
             model = dataclasses.replace(model, run=run, data_digest=first.data_digest)
-        corpora.append(validation_corpus(model, data))
-        texts[model.name] = f"{data or model.run.data.path} as {corpora[-1].validation.sidecar.tokenizer}"
+        corpora.append(corpora_of(model, data))
+        tokenizer = next(iter(corpora[-1].validation.values())).sidecar.tokenizer
+        texts[model.name] = f"{data or model.run.data.path or model.run.data.mixture} as {tokenizer}"
     allowed = "must be the same text and tokenizer for all; --data=TEXT scores all runs of one tokenizer on one text"
-    require(len({corpus.digest for corpus in corpora}) == 1, "data", texts, allowed)
-    corpora[0].validation.verify(full=verify)
-    return corpora[0]
+    require(len({each.digest for each in corpora}) == 1, "data", texts, allowed)
+    stores = corpora[0].stores(split)
+    require(bool(stores), "split", split, f"must have documents in {texts[models[0].name]}")
+    verify_stores(stores, verify)
+    return joined(stores), corpora[0].digest
 
 
 # ---- windows
@@ -237,7 +250,7 @@ def choose_windows(store: TokenStore, longest: int, max_windows: int) -> list[Sc
         if taken < windows_each[document]
     ]
     longest_document = max(document_lengths)
-    allowed = f"must be at most {longest_document - 1}: the longest validation document has {longest_document} tokens"
+    allowed = f"must be at most {longest_document - 1}: the longest document has {longest_document} tokens"
     require(bool(windows), "evaluation.lengths", longest, allowed)
     return windows[:max_windows]
 

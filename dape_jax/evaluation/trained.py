@@ -12,7 +12,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from dape_jax.config import RunConfig, TaskRunConfig, is_algorithmic
-from dape_jax.data.store import Corpus
+from dape_jax.data.store import Corpora
 from dape_jax.data.tokenizers import TOKENIZER_FILE
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation.options import Options
@@ -20,7 +20,7 @@ from dape_jax.model.transformer import Params
 from dape_jax.sharding import MeshConfig, make_mesh, mesh_of_all_devices
 from dape_jax.storage import absolute
 from dape_jax.training import checkpoint
-from dape_jax.training.source import load_corpus
+from dape_jax.training.source import load_corpora
 from dape_jax.training.step import abstract_params
 
 AnyRunConfig = TypeVar("AnyRunConfig", bound=RunConfig | TaskRunConfig)
@@ -126,34 +126,36 @@ def require_same(models: Sequence[TrainedModel], *fields: str) -> None:
         require(len(set(values.values())) == 1, field, values, f"must be the same for all{option}")
 
 
-def validation_corpus(trained: TrainedModel[RunConfig], data: str | None) -> Corpus:
-    """Return the corpus whose validation documents are scored: that of the training run, or the one at `data`.
+def corpora_of(trained: TrainedModel[RunConfig], data: str | None) -> Corpora:
+    """Return the corpora of the training run, or the corpus at `data`.
 
-    Raw text at `data` is encoded by the run's tokenizer.
+    Raw text at `data` is encoded by the run's tokenizer, and all of it is for validation.
 
     Raises:
-        InputError: the corpus cannot be read or was prepared with another tokenizer, or the text under the model's
+        InputError: a corpus cannot be read or was prepared with another tokenizer, or the text under the model's
             `data.path` has changed since training.
     """
-    config, workdir = trained.run.data, trained.workdir
+    config, workdir, fraction = trained.run.data, trained.workdir, None
     advice = f"the corpus of {workdir}; name another to score with --data"
     if data is not None:
-        tokenizer = workdir / TOKENIZER_FILE
-        config = dataclasses.replace(config, path=data, tokenizer=str(tokenizer) if tokenizer.exists() else "bytes")
+        tokenizer, fraction = workdir / TOKENIZER_FILE, 1.0
+        name = str(tokenizer) if tokenizer.exists() else "bytes"
+        config = dataclasses.replace(config, path=data, mixture=None, validation_path=None, tokenizer=name)
         advice = f"--data, for {workdir}"
     allowed = f"{workdir} was imported, without a text; name one with --data"
-    require(config.path is not None, "data.path", None, allowed)
+    require(bool(config.weights), "data.path", None, allowed)
     try:
-        corpus = load_corpus(config, lossy=True)
+        corpora = load_corpora(config, lossy=True, validation_fraction=fraction)
     except InputError as error:
         raise InputError(f"{error} ({advice})") from error
     allowed = (
-        f"no longer holds the text that {workdir} was trained on (digest {corpus.digest}, in training "
+        f"no longer holds the text that {workdir} was trained on (digest {corpora.digest}, in training "
         f"{trained.data_digest}), so its validation documents may be training data; name the corpus to score with "
         "--data"
     )
-    require(data is not None or corpus.digest == trained.data_digest, "data.path", config.path, allowed)
-    return corpus
+    is_same = data is not None or corpora.digest == trained.data_digest
+    require(is_same, "data.path", config.path or config.mixture, allowed)
+    return corpora
 
 
 def restore(trained: TrainedModel) -> tuple[Mesh, Params]:

@@ -36,10 +36,11 @@ from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 
 from dape_jax.config import resolved
+from dape_jax.data.store import joined
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.trained import TrainedModel, read_trained, restore, validation_corpus
+from dape_jax.evaluation.trained import TrainedModel, corpora_of, read_trained, restore
 from dape_jax.files import write_atomically
 from dape_jax.model.attention import Blockwise, score
 from dape_jax.model.biases import Bias
@@ -130,7 +131,7 @@ def read_tokens(
         source = str(text)
     else:
         try:
-            store = validation_corpus(trained, None).validation
+            store = joined(corpora_of(trained, None).stores("validation"))
         except InputError as error:
             raise InputError(f"{error}; attention maps read another text with --text") from error
         sizes = np.diff(store.offsets) - 1  # without the end-of-document token
@@ -138,7 +139,7 @@ def read_tokens(
         require(bool((sizes >= length).any()), "length", length, allowed)
         document = int(np.argmax(sizes >= length))
         tokens = store.document(document)
-        source = f"validation document {document} of data.path = {trained.run.data.path!r}"
+        source = f"validation document {document} of {', '.join(trained.run.data.weights)}"
     tokens_T = tokens[:length].astype(np.int32)
     return tokens_T, (source, tokenizer.decode(tokens_T[:400]).decode("utf-8", errors="replace"))
 

@@ -220,20 +220,32 @@ def refuse_differences(workdir: epath.Path, saved: dict[str, Any], new: dict[str
 
 
 def make_validation(
-    run: RunConfig | TaskRunConfig, graphdef: nnx.GraphDef, validation: list[Batch], mesh: Mesh
+    run: RunConfig | TaskRunConfig, graphdef: nnx.GraphDef, validation: dict[str, list[Batch]], mesh: Mesh
 ) -> Callable[[Params], dict[str, float]]:
-    """Return `validate(params)`, which computes the mean validation loss in nats, and for a task also the accuracy."""
+    """Return `validate(params)`, which computes the mean validation loss in nats, and for a task also the accuracy.
 
-    def of_corpus(params: Params) -> dict[str, float]:
+    Of several texts, it returns the loss of each and their mean with the weights of the mixture.
+    """
+
+    def mean_nll(params: Params, batches: list[Batch]) -> float:
         nats, weight = 0.0, 0.0
-        for batch in (put_batch(batch, mesh) for batch in validation):
+        for batch in (put_batch(batch, mesh) for batch in batches):
             nll_BT = nll_step(params, batch)
             nats += float((nll_BT * batch["weights"] if "weights" in batch else nll_BT).sum())
             weight += float(batch["weights"].sum()) if "weights" in batch else nll_BT.size
-        return {"loss_nats": nats / weight}
+        return nats / weight
+
+    def of_corpora(params: Params) -> dict[str, float]:
+        losses = {path: mean_nll(params, batches) for path, batches in validation.items()}
+        if len(losses) == 1:
+            return {"loss_nats": next(iter(losses.values()))}
+        weights = {path: run.data.weights[path] for path in losses}
+        mean = sum(weights[path] * loss for path, loss in losses.items()) / sum(weights.values())
+        return {"loss_nats": mean} | {f"loss_nats/{path}": loss for path, loss in losses.items()}
 
     def of_task(params: Params) -> dict[str, float]:
-        sums = [sums_step(params, put_batch(batch, mesh)) for batch in validation]
+        (batches,) = validation.values()
+        sums = [sums_step(params, put_batch(batch, mesh)) for batch in batches]
         nats, weight, num_correct, num_answers = np.sum(jax.device_get(sums), axis=0)
         return {"loss_nats": float(nats / weight), "accuracy": float(num_correct / num_answers)}
 
@@ -241,4 +253,4 @@ def make_validation(
         sums_step = make_sums_step(graphdef)
         return of_task
     nll_step = make_nll_step(graphdef, run.train.train_length)
-    return of_corpus
+    return of_corpora

@@ -3,13 +3,14 @@
 import dataclasses
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
 
 from dape_jax.config import RunConfig, TaskRunConfig
-from dape_jax.data.store import Corpus, DataConfig, find_corpus, open_corpus
-from dape_jax.data.tokenizers import Tokenizer
+from dape_jax.data.store import SPLITS, Corpora, Corpus, DataConfig, find_corpus, open_corpus, verify_stores
+from dape_jax.data.tokenizers import TOKENIZER_FILE, Bytes, Tokenizer
 from dape_jax.distributed import process_zero_first, process_zero_only
 from dape_jax.errors import require
 from dape_jax.sharding import BATCH_AXES, batch_part, rows_of_part
@@ -23,7 +24,7 @@ class Source:
     """Input of the training loop; each process has its own rows of every batch."""
 
     batches: Any  # endless iterator over `Batch`; `get_state` returns its position as JSON values, `set_state` sets it
-    validation: list[Batch]
+    validation: dict[str, list[Batch]]  # by the path of their text, or by the task
     digest: str  # of the data; `config.json` records it
     tokenizer: Tokenizer | None  # of the corpus; None for a task
 
@@ -38,50 +39,95 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh, verify: bool = False
     from dape_jax.tasks import batches as task_batches
 
     train, (part, num_parts) = run.train, batch_part(mesh)
-    shard = {"global_batch_size": train.batch_size, "shard_index": part, "num_shards": num_parts}
-    sizes = {"batch_size": train.batch_size, "num_batches": train.validation_batches}
+    shard: dict[str, Any] = {"global_batch_size": train.batch_size, "shard_index": part, "num_shards": num_parts}
+    sizes: dict[str, Any] = {"batch_size": train.batch_size, "num_batches": train.validation_batches}
     if isinstance(run, TaskRunConfig):
         batches = task_batches.train_batches(run.data, longest=train.train_length, **shard)
-        validation = task_batches.validation_batches(run.data, longest=train.train_length, **sizes)
+        validation = {run.data.task: task_batches.validation_batches(run.data, longest=train.train_length, **sizes)}
         data_digest, tokenizer = digest(run.data), None
     else:
-        corpus = process_zero_first(lambda: load_corpus(run.data, lossy=run.init.source is not None))
-        process_zero_only(lambda: corpus.verify(full=verify))
-        counts = [
-            f"{n:,}" for store in (corpus.train, corpus.validation) for n in (store.num_documents, store.num_tokens)
-        ]
-        logger.info("text: %s documents (%s tokens) to train on, %s (%s tokens) held out", *counts)
-        vocab_size, tokenizer = corpus.train.sidecar.vocab_size, corpus.train.tokenizer
+        corpora = process_zero_first(lambda: load_corpora(run.data, lossy=run.init.source is not None))
+        process_zero_only(lambda: verify_stores(corpora.stores("all"), verify))
+        train_stores, held_out = corpora.stores("train"), corpora.stores("validation")
+        paths = list(corpora.train)
+        require(len(train_stores) == len(paths), "data.path", paths, "must all have documents to train on")
+        advice = "has no documents for validation; name a text that has with data.validation_path"
+        require(bool(held_out), "data.path", paths, advice)
+        message = "text: %s documents (%s tokens) to train on, %s (%s tokens) held out"
+        fields = ("num_documents", "num_tokens")
+        counts = [sum(getattr(x, field) for x in stores) for stores in (train_stores, held_out) for field in fields]
+        logger.info(message, *(f"{count:,}" for count in counts))
+        vocab_size, tokenizer = train_stores[0].sidecar.vocab_size, train_stores[0].tokenizer
         allowed = f"must be at least the tokenizer's {vocab_size}; --config.model.vocab_size=None selects it"
         require(vocab_size <= run.model.vocab_size, "model.vocab_size", run.model.vocab_size, allowed)
-        packing = run.data.packing
-        batches = corpus_batches.train_batches(
-            corpus.train, train_length=train.train_length, seed=run.data.seed, packing=packing, **shard
-        )
+        weights, packing = list(corpora.weights.values()), run.data.packing
+        shard |= {"train_length": train.train_length, "seed": run.data.seed, "packing": packing}
+        batches = corpus_batches.train_batches(*train_stores, weights=weights, **shard)
         multiple = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-        validation = corpus_batches.validation_batches(
-            corpus.validation, length=train.train_length, packing=packing, multiple=multiple, **sizes
-        )
-        data_digest = corpus.digest
-    mine = [rows_of_part(batch, part, num_parts) for batch in validation]
+        sizes |= {"length": train.train_length, "packing": packing, "multiple": multiple}
+        validation = {
+            path: corpus_batches.validation_batches(store, **sizes)
+            for path, store in corpora.validation.items()
+            if store.num_documents
+        }
+        data_digest = corpora.digest
+    mine = {path: [rows_of_part(batch, part, num_parts) for batch in batches] for path, batches in validation.items()}
     return Source(batches, mine, data_digest, tokenizer)
 
 
-def load_corpus(config: DataConfig, lossy: bool = False) -> Corpus:
-    """Open the prepared corpus at `data.path`; prepare raw text first, into `data.cache_dir`.
+def load_corpora(config: DataConfig, lossy: bool = False, validation_fraction: float | None = None) -> Corpora:
+    """Open the corpora of a config: at `data.path` or of the mixture, and at `data.validation_path`.
+
+    The arguments are those of `load_corpus`. With `data.validation_path`, all documents of raw text are trained on.
+
+    Raises:
+        InputError: as in `load_corpus`, or the corpora have different tokenizers.
+    """
+    allowed = "must be the path of text or of a corpus: this model was imported, and its training text is unknown"
+    require(bool(config.weights), "data.path", config.path, allowed)
+    field = "data.path" if config.mixture is None else "data.mixture"
+    if config.validation_path is not None:
+        validation_fraction = 0.0
+    corpora = {path: load_corpus(config, lossy, path, field, validation_fraction) for path in config.weights}
+    train, validation = ({path: getattr(each, split) for path, each in corpora.items()} for split in SPLITS)
+    if config.validation_path is not None:
+        tokenizer = config.tokenizer or str(next(iter(train.values())).directory / TOKENIZER_FILE)
+        config = dataclasses.replace(config, tokenizer=tokenizer if Path(tokenizer).exists() else Bytes.name)
+        held_out = load_corpus(config, lossy, config.validation_path, "data.validation_path", 1.0)
+        validation = {config.validation_path: held_out.validation}
+    tokenizers = {path: store.sidecar.tokenizer for path, store in (train | validation).items()}
+    require(len(set(tokenizers.values())) == 1, "tokenizers", tokenizers, "must be the same for all texts of a run")
+    return Corpora(train, validation, config.weights)
+
+
+def load_corpus(
+    config: DataConfig,
+    lossy: bool = False,
+    path: str | None = None,
+    field: str = "data.path",
+    validation_fraction: float | None = None,
+) -> Corpus:
+    """Open the prepared corpus at a path; prepare raw text first, into `data.cache_dir`.
 
     Args:
         config: config of the corpus.
         lossy: accept a tokenizer that loses raw text, and log a warning with the number of documents that it changes.
             For an existing model, whose tokenizer cannot be chosen.
+        path: path of the corpus; `config.path` if it is None.
+        field: name of the path, for messages.
+        validation_fraction: share of raw text's documents for validation; that of the config if it is None. With 0 or
+            1, one split is empty.
 
     Raises:
         InputError: there is no text, a split has no documents, the tokenizer is missing or differs from the prepared
             corpus's, or a store is damaged.
     """
-    directory = find_corpus(config)
+    path = config.path if path is None else path
+    assert path is not None
+    directory = find_corpus(path, config, field)
     if directory is None:
         from dape_jax.data.prepare.command import prepare_text  # imported here: training on a corpus needs none of it
 
-        directory = prepare_text(config, lossy)
+        fraction = config.validation_fraction if validation_fraction is None else validation_fraction
+        directory = prepare_text(path, config, lossy, field, fraction)
     return open_corpus(directory)

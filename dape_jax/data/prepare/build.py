@@ -125,7 +125,7 @@ def build_corpus(
         InputError: a split has no documents, a file cannot be read, or as in `to_document`.
     """
     record, source = _write_documents(work, files, config, tokenizer), ",".join(config.input)
-    if len(record.num_documents) < len(SPLITS):
+    if len(record.num_documents) < (len(SPLITS) if 0 < config.validation_fraction < 1 else 1):
         shutil.rmtree(work)  # otherwise it would refuse the corrected flags
         found = record.num_documents.total()
         require(found > 0, "input", source, f"no documents found: {described(record.skipped, record.rejected)}")

@@ -89,34 +89,33 @@ def prepare(config: PrepareConfig) -> Prepared:
     return Prepared(open_corpus(output), record)
 
 
-def prepare_text(data: DataConfig, lossy: bool) -> Path:
-    """Prepare the raw text of a run in `data.cache_dir`/<16 hex digits of its recipe>, unless it is there; return it.
+def prepare_text(path: str, data: DataConfig, lossy: bool, field: str, validation_fraction: float) -> Path:
+    """Prepare raw text of a run in `data.cache_dir`/<16 hex digits of its recipe>, unless it is there; return it.
 
     Changed text gets another directory. Documents may be longer than by default.
 
     Raises:
-        InputError: as in `prepare`; the message names `data.path`.
+        InputError: as in `prepare`; the message names `field`.
     """
-    assert data.path is not None
-    allowed = f"raw text (data.path = {data.path!r}) needs 'bytes' or a tokenizer.json"
+    allowed = f"raw text ({field} = {path!r}) needs 'bytes' or a tokenizer.json"
     require(data.tokenizer is not None, "data.tokenizer", data.tokenizer, allowed)
     try:
         config = PrepareConfig(
-            input=(data.path,),
+            input=(path,),
             output=data.cache_dir,
             tokenizer=data.tokenizer,
             lossy=lossy,
             max_length=MAX_LENGTH,
-            validation_fraction=data.validation_fraction,
+            validation_fraction=validation_fraction,
             workers=1,  # of the longest documents, few fit in memory
         )
         recipe, *_ = _recipe(config)
         output = Path(data.cache_dir, json_digest(recipe)[:16])
         corpus, record = prepare(dataclasses.replace(config, output=str(output)))
     except InputError as error:
-        raise InputError(f"data.path = {data.path!r}: {error}") from error
+        raise InputError(f"{field} = {path!r}: {error}") from error
     directory = corpus.train.directory.parent
-    logger.info("text of %r, prepared in %s", data.path, directory)
+    logger.info("text of %r, prepared in %s", path, directory)
     if record.rejected:
         logger.warning("left out: %s; see %s", described(record.rejected), directory / REJECTED_FILE)
     if record.num_lossy:

@@ -30,7 +30,8 @@ def show(directory: Path) -> None:
     if corpus.validation.num_documents < FEW_DOCUMENTS:
         print("few documents to evaluate on: a larger --validation_fraction holds out more")
     for store in (corpus.train, corpus.validation):
-        _show_store(store)
+        if store.num_documents:
+            _show_store(store)
     print(f"\ndigest {corpus.digest}: verified")
 
 
