@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
 from dape_jax.data.store import DataConfig
-from dape_jax.errors import InputError, did_you_mean, positive, require
+from dape_jax.errors import InputError, did_you_mean, one_of, positive, require
 from dape_jax.evaluation.config import AccuracyConfig, EvaluationConfig
 from dape_jax.model.attention import IMPLEMENTATIONS, Fused
 from dape_jax.model.biases import BIASES
@@ -43,6 +43,8 @@ CHOICES: dict[str, dict[str, Any]] = {
 # Metadata of a field that may change on resume: it affects only performance, storage, evaluation or the handling of bad
 # steps. The trained model changes at most by rounding, and dropout's masks by `mesh.context` and the accumulation.
 RESUMABLE = {"resumable": True}
+# Metadata of a field that may change on resume if the user names it: later steps are computed with the new value.
+CHANGEABLE = {"changeable": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +53,18 @@ class TrainConfig:
 
     seed: int  # of the parameters and of dropout
     train_length: int  # T, in tokens; for a task, the longest input in symbols
-    batch_size: int  # sequences per step, over all devices and accumulation parts
+    # sequences per step, over all devices and accumulation parts
+    batch_size: int = dataclasses.field(metadata=CHANGEABLE)
     accumulation_steps: int = dataclasses.field(metadata=RESUMABLE)  # parts of a batch, computed one after the other
     logits_chunk_tokens: int = dataclasses.field(metadata=RESUMABLE)  # tokens per device whose logits are in memory
-    num_steps: int
-    eval_interval: int  # steps between validations; the last step is always validated
-    validation_batches: int  # batches per validation
-    # steps between checkpoints, a multiple of `eval_interval`, which None means; the last step is always saved
+    num_steps: int = dataclasses.field(metadata=CHANGEABLE)
+    # steps between validations; the last step is always validated
+    eval_interval: int = dataclasses.field(metadata=RESUMABLE)
+    validation_batches: int = dataclasses.field(metadata=RESUMABLE)  # batches per validation
+    # steps between checkpoints; None: `eval_interval`; the last step is always saved
     checkpoint_interval: int = dataclasses.field(default=FOLLOWS, metadata=RESUMABLE, kw_only=True)
+    # seconds since the last checkpoint after which the next one is saved, whatever the interval; None: any number
+    checkpoint_seconds: float | None = dataclasses.field(default=None, metadata=RESUMABLE, kw_only=True)
     max_to_keep: int = dataclasses.field(metadata=RESUMABLE)  # newest checkpoints to keep; the best one is kept as well
     max_bad_steps: int = dataclasses.field(metadata=RESUMABLE)  # consecutive non-finite steps to skip before aborting
     wandb: str | None = dataclasses.field(metadata=RESUMABLE)  # project in Weights & Biases, or None
@@ -76,9 +82,8 @@ class TrainConfig:
         is_trace = len(steps) == 2 and 0 < steps[0] <= steps[1]
         allowed = "must be empty, or the first and the last step of a trace"
         require(not steps or is_trace, "train.profile_steps", steps, allowed)
-        is_validated = self.checkpoint_interval % self.eval_interval == 0
-        allowed = f"must be a multiple of train.eval_interval = {self.eval_interval}: every checkpoint is validated"
-        require(is_validated, "train.checkpoint_interval", self.checkpoint_interval, allowed)
+        seconds = self.checkpoint_seconds
+        require(seconds is None or seconds > 0, "train.checkpoint_seconds", seconds, "must be positive, or None")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +92,14 @@ class InitConfig:
 
     source: str | None  # workdir or workdir@step of the run whose parameters are used; None: random parameters
     train_only: str | None  # comma-separated members of PARAMETER_KINDS; other parameters are frozen; None: train all
+    optimizer: bool = False  # start with the source's moments, too; the schedule starts from the beginning
+    data: str = "start"  # "start" of the order of the data, or "continue" where the source is
 
     def __post_init__(self):
+        one_of(self, "init", data=("start", "continue"))
+        for field, is_used in (("optimizer", self.optimizer), ("data", self.data == "continue")):
+            allowed = "needs init.source, the run to continue"
+            require(self.source is not None or not is_used, f"init.{field}", getattr(self, field), allowed)
         allowed = "must be a run directory, or directory@step, where step is a number, newest or best"
         require(self.source is None or all(self.source_and_step), "init.source", self.source, allowed)
         kinds, allowed = self.trained_kinds, f"must be a comma-separated list of {list(PARAMETER_KINDS)}"
@@ -115,15 +126,19 @@ class BaseRunConfig:
     """Sections that a language model and a task have in common."""
 
     model: TransformerConfig
-    optimizer: OptimizerConfig
+    optimizer: OptimizerConfig = dataclasses.field(metadata=CHANGEABLE)
     train: TrainConfig
     mesh: MeshConfig = dataclasses.field(metadata=RESUMABLE)
     init: InitConfig
 
     def __post_init__(self):
-        fraction, num_steps = self.optimizer.warmup_fraction, self.train.num_steps
+        num_steps = self.train.num_steps
+        field = "warmup_fraction" if self.optimizer.warmup_steps is None else "warmup_steps"
+        warmup_steps, decay_steps = self.optimizer.num_warmup_steps(num_steps), self.optimizer.decay_steps
         allowed = f"must leave at least one step of train.num_steps = {num_steps} after the warm-up"
-        require(round(fraction * num_steps) < num_steps, "optimizer.warmup_fraction", fraction, allowed)
+        require(warmup_steps < num_steps, f"optimizer.{field}", getattr(self.optimizer, field), allowed)
+        allowed = f"must be at most {num_steps - warmup_steps}, the steps after the warm-up"
+        require(decay_steps <= num_steps - warmup_steps, "optimizer.decay_steps", decay_steps, allowed)
 
     def check_model_mesh(self, mesh: Mesh) -> None:
         """Raise `InputError` unless the model can be split evenly over a mesh."""
@@ -334,13 +349,14 @@ def _messages(error: BaseException, value: Any, path: str) -> Iterator[str]:
         yield f"{path} = {value!r}: {error}"
 
 
-def _resumable_fields(cls: type, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted paths of the sections and fields that are marked as resumable."""
+def _marked_fields(cls: type, mark: str, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted paths of the sections and fields with this mark in their metadata."""
     for field in dataclasses.fields(cls):
-        if "resumable" in field.metadata:
+        if mark in field.metadata:
             yield prefix + field.name
         elif isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
-            yield from _resumable_fields(field.type, f"{prefix}{field.name}.")
+            yield from _marked_fields(field.type, mark, f"{prefix}{field.name}.")
 
 
-RESUMABLE_FIELDS = tuple(_resumable_fields(RunConfig))
+RESUMABLE_FIELDS = tuple(_marked_fields(RunConfig, "resumable"))
+CHANGEABLE_FIELDS = tuple(_marked_fields(RunConfig, "changeable"))

@@ -6,15 +6,19 @@ A process that fails prints its error and ends. jax's runtime then ends the othe
 message. `docs/distributed.md` explains how to resume.
 """
 
+import itertools
 import json
 import logging
 import os
+import re
 import signal
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from dape_jax.config import differences
@@ -22,9 +26,16 @@ from dape_jax.errors import InputError, require
 
 Result = TypeVar("Result")
 
+logger = logging.getLogger(__name__)
+
 # A process without a heartbeat for this long counts as dead; a failed process waits this long for the others to shut
 # down. The sum is less than half a minute.
 TIMEOUTS: dict[str, Any] = {"heartbeat_timeout_seconds": 20, "shutdown_timeout_seconds": 8}
+
+# The processes wait for each other, where one compiles or prepares text, for at most four hours: one minute at a time,
+# to log who is late.
+_MINUTE, _MOST_MINUTES = 60, 240
+_barriers = itertools.count()  # their numbers are the same on all processes
 
 
 def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
@@ -99,12 +110,63 @@ def first_fault(fault: str) -> str:
 def _texts_of_all(text: str) -> list[str]:
     if jax.process_count() == 1:
         return [text]
+    wait_for_all("start-up")
     encoded = np.frombuffer(text.encode(errors="backslashreplace"), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.uint32(encoded.size)))
     if not sizes.any():
         return [""] * len(sizes)
     rows = np.asarray(multihost_utils.process_allgather(np.pad(encoded, (0, sizes.max() - encoded.size))), np.uint8)
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def wait_for_all(work: str) -> None:
+    """Wait until all processes have finished some work, which may take one of them much longer than the others.
+
+    It is a barrier of jax's coordination service. In a collective of the devices, the first processes would give up
+    after the backend's own, shorter timeout. Each minute, the first process that waits logs which are late.
+
+    Raises:
+        JaxRuntimeError: a process has died, or is late by four hours.
+    """
+    if jax.process_count() == 1:
+        return
+    number, everyone = next(_barriers), set(range(jax.process_count()))
+    for minute in range(_MOST_MINUTES):
+        try:  # a process that is late fails at once in the barriers of earlier minutes
+            name = f"dape_jax {number} {minute}"
+            return ocp.multihost.sync_global_processes(name, timeout=_MINUTE, processes=everyone)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error) or minute == _MOST_MINUTES - 1:
+                raise
+            late = {int(process) for process in re.findall(r"^\d+$", str(error), re.M)}
+            if jax.process_index() == min(everyone - late):
+                logger.warning("%s: waiting for process %s", work, ", ".join(map(str, sorted(late))))
+
+
+class SharedTimer:
+    """Agreement of all processes on the steps at which some time has passed on process 0.
+
+    The processes communicate at few steps: when half of the steps that fit into the remaining time are done.
+    """
+
+    def __init__(self, seconds: float | None, start: int):
+        """Start the time after step `start`; it never passes if `seconds` is None."""
+        self.seconds = seconds
+        self._restart(start)
+
+    def _restart(self, step: int) -> None:
+        self.started_at, self.start, self.next = time.monotonic(), step, step + 1
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the time has passed, and start it again. All processes must ask after each step."""
+        if self.seconds is None or step < self.next:
+            return False
+        elapsed = float(multihost_utils.broadcast_one_to_all(np.float32(time.monotonic() - self.started_at)))
+        if elapsed >= self.seconds:
+            self._restart(step)
+            return True
+        self.next = step + max(1, int((self.seconds / elapsed - 1) * (step - self.start) / 2))
+        return False
 
 
 def require_same(**facts: Any) -> None:

@@ -62,6 +62,7 @@ def test_an_incomplete_environment_is_refused():
 
 SEVERAL = """
 import sys
+import time
 from pathlib import Path
 import jax
 from dape_jax import command_line, distributed
@@ -80,6 +81,9 @@ def main():
         except InputError as error:
             print(error, flush=True)
     print(distributed.first_fault("fault of 1" if jax.process_index() == 1 else ""), flush=True)
+    distributed._MINUTE = 1
+    time.sleep(2.5 * jax.process_index())
+    distributed.wait_for_all("thinking")
     distributed.process_zero_only(lambda: Path("only").open("a").write(str(jax.process_index())))
     distributed.require_same(text="same")
     raise StoppedError("stopped")
@@ -115,11 +119,29 @@ def test_processes_started_by_a_cluster_join_and_agree(tmp_path):
     assert [run.returncode for run in runs] == [143, 143], err
     assert (tmp_path / "order").read_text() == "01"
     assert (tmp_path / "only").read_text() == "0"
+    assert ["thinking: waiting for process 1" in text for text in err] == [True, False]
     for text in out:
         refused, differs, fault = (line for line in text.splitlines() if "Gloo" not in line)
         assert refused == "text = 'a': of process 0"
         assert differs == "must be the same on all processes: config.a.b: process 0 has 0, process 1 has 1"
         assert fault == "fault of 1"
+
+
+@given(seconds=st.integers(1, 50), step_seconds=st.integers(1, 60), start=st.integers(0, 9))
+@settings(max_examples=30)
+def test_a_timer_is_due_as_soon_as_the_time_has_passed_and_asks_seldom(seconds, step_seconds, start):
+    clock, asked = [0.0], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed.time, "monotonic", lambda: clock[0])
+        patch.setattr(distributed.multihost_utils, "broadcast_one_to_all", lambda x: asked.append(x) or x)
+        timer, due = distributed.SharedTimer(seconds, start), []
+        for step in range(start + 1, start + 101):
+            clock[0] += step_seconds
+            due += [step] if timer.is_due(step) else []
+    interval = max(1, -(-seconds // step_seconds))
+    assert due == list(range(start + interval, start + 101, interval))
+    assert len(asked) <= (len(due) + 1) * (1 + interval.bit_length())
+    assert not distributed.SharedTimer(None, 0).is_due(10**9)
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])

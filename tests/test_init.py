@@ -123,6 +123,11 @@ def test_rotary_is_removed_and_the_bias_replaced(trained_root, tmp_path, monkeyp
         ({"model__processor": DAPE | {"kernel_width": 5}}, ["init.source", "layers/attention/processor/", "shape"]),
         ({"model__norm_first": False}, ["init.source", "norm/", "this model has no such parameter"]),
         ({"model__output_bias": True}, ["init.source", "output_bias_V", "the source has no such parameter"]),
+        ({"init__optimizer": True, "init__train_only": "bias"}, ["init.optimizer = True", "moments"]),
+        ({"init__optimizer": True, "model__processor": {"name": "none"}}, ["init.optimizer = True", "moments"]),
+        ({"init__data": "continue", "data__seed": 3}, ["init.data = 'continue'", "data.seed: source 0, now 3"]),
+        ({"init__data": "continue", "train__train_length": 8}, ["init.data = 'continue'", "train_length: source 16"]),
+        ({"init__data": "continue", "init__source": None}, ["init.data = 'continue'", "needs init.source"]),
         ({"init__train_only": "embedding"}, ["init.train_only = 'embedding'", "'bias', 'processor'"]),
         ({"init__train_only": "bias,bias"}, ["init.train_only", "at most once"]),
         (
@@ -140,7 +145,7 @@ def test_what_does_not_fit_is_refused_before_any_device_work(
         save_tokenizer(train_bpe(["the attention scores " * 9], 270), tmp_path / "other")
     paths = {"SOURCE": sources / "dape", "OTHER": tmp_path / "other"}
     for name, path in paths.items():
-        spec["init"]["source"] = spec["init"]["source"].replace(name, str(path))
+        spec["init"]["source"] = spec["init"]["source"] and spec["init"]["source"].replace(name, str(path))
     monkeypatch.setattr(loop, "init_state", None)  # calling it would be a TypeError
     with pytest.raises(InputError) as error:
         loop.train(spec, tmp_path / "run")
@@ -202,7 +207,7 @@ def test_the_recipe_takes_everything_but_the_method_from_the_source(trained_root
     recipe = read_module(RECIPES / "continued.py")
     spec = recipe.get_config(f"source={sources}/dape@2").to_dict()
     expected = resolved(read_run(tiny.spec(trained_root, train__num_steps=4)))
-    assert resolved(read_run(spec)) == expected | {"init": {"source": f"{sources}/dape@2", "train_only": None}}
+    assert resolved(read_run(spec)) == expected | {"init": expected["init"] | {"source": f"{sources}/dape@2"}}
     config = recipe.get_config(f"source={sources}/none,rotary=rope,processor=dape,kernel=5,channels=3")
     config.model.window, config.init.train_only = 8, "processor"  # a flag can set fields that are None
     run = read_run(config.to_dict())

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import tiny
+from etils import epath
 
 from dape_jax.config import RunConfig, resolved
 from dape_jax.errors import InputError, NonFiniteError
@@ -116,13 +118,90 @@ def test_another_config_in_the_same_workdir_is_refused_with_the_difference(root,
     with pytest.raises(InputError) as error:
         loop.train(small_spec(root, optimizer__learning_rate=0.5, train__num_steps=9), run)
     assert "\n" not in str(error.value)
-    advice = f"--config=configs/continued.py:source={run} --config.train.num_steps=N"
+    advice = f"--config=configs/continued.py:source={run} --config.init.optimizer=True"
     for words in ("optimizer.learning_rate: saved 0.01, now 0.5", "train.num_steps: saved 4, now 9", advice):
         assert words in str(error.value)
     with pytest.raises(InputError, match=r"train\.seed: saved 0, now 8") as error:
         loop.train(small_spec(root, train__seed=8), run)
     assert "continued.py" not in str(error.value)  # advice only where it helps
     assert (run / "config.json").read_text() == before
+
+
+def test_what_may_change_on_resume(root, run):
+    """Following the advice of the refusal is accepted; a schedule may change if no rate of a step that is done does."""
+
+    def changes(done: int, change: tuple[str, ...] = (), **fields: Any) -> list[str]:
+        configs = [RunConfig.from_dict(small_spec(root, **each)) for each in (base, base | fields)]
+        return loop.allowed_changes(epath.Path(run), *configs, done, change)
+
+    base: dict[str, Any] = {"optimizer__warmup_steps": 1}
+    assert changes(4, train__eval_interval=3, train__validation_batches=9, train__checkpoint_interval=5) == []
+    extended = {"train__num_steps": 9}
+    assert changes(0, **extended) == ["train.num_steps: saved 4, now 9"]
+    for done, schedule, more in (
+        (2, {"optimizer__final_fraction": 1.0}, {}),
+        (4, {"optimizer__schedule": "wsd"}, {}),
+        (4, {"optimizer__schedule": "wsd"}, {"optimizer__decay_steps": 5}),
+        (3, {"optimizer__schedule": "wsd", "optimizer__decay_steps": 1}, {"optimizer__decay_steps": 6}),
+    ):
+        base = {"optimizer__warmup_steps": 1} | schedule
+        assert len(changes(done, **extended, **more)) == 1 + len(more)
+    base = {}
+    for fields in ({"optimizer__learning_rate": 0.5}, {"train__batch_size": 16}, extended | {"optimizer__beta1": 0.5}):
+        with pytest.raises(InputError) as error:
+            changes(4, **fields)
+        advised = re.findall(r"--change=(\S+)", str(error.value))
+        assert len(changes(4, tuple(advised[0].split(",")), **fields)) == len(fields)
+    assert len(changes(4, ("optimizer",), optimizer__beta1=0.5, optimizer__clip_norm=2.0)) == 2
+    for fields, change, words in (
+        ({"train__seed": 3}, (), "train.seed: saved 0, now 3"),
+        ({"train__seed": 3, "train__batch_size": 16}, ("train.batch_size",), "train.seed: saved 0, now 3"),
+        ({}, ("model.width",), "--change = 'model.width': must be one of"),
+        ({"train__num_steps": 3}, ("train.num_steps",), "train.num_steps = 3: must be at least 4"),
+    ):
+        with pytest.raises(InputError, match=re.escape(words)) as error:
+            changes(4, change, **fields)
+        assert "goes on with" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("whole", "first"),
+    [
+        ({"optimizer__schedule": "wsd", "optimizer__decay_steps": 2}, {"optimizer__decay_steps": 0}),
+        pytest.param({"optimizer__final_fraction": 1.0}, {}, marks=pytest.mark.extra),
+    ],
+)
+def test_a_run_that_is_extended_is_bitwise_the_longer_run(root, tmp_path, whole, first):
+    """So is another run that begins with its weights, moments and place in the data."""
+    whole = {"optimizer__warmup_steps": 1, "model__num_layers": 1, "train__eval_interval": 4} | whole
+    loop.train(small_spec(root, **whole), tmp_path / "whole")
+    loop.train(small_spec(root, **whole | first | {"train__num_steps": 2}), tmp_path / "parts")
+    source = {"init__source": str(tmp_path / "parts"), "init__optimizer": True, "init__data": "continue"}
+    later = whole | source | {"train__num_steps": 2, "optimizer__warmup_steps": 0}
+    loop.train(small_spec(root, **later), tmp_path / "other")
+    loop.train(small_spec(root, **whole), tmp_path / "parts")
+    expected = saved_arrays(tmp_path / "whole", 4)
+    chex.assert_trees_all_equal(saved_arrays(tmp_path / "parts", 4), expected)
+    other = saved_arrays(tmp_path / "other", 2)
+    chex.assert_trees_all_equal([other["params"], other["data"]], [expected["params"], expected["data"]])
+    changed = json.loads((tmp_path / "parts" / "config.json").read_text())["changes"]
+    assert [change["step"] for change in changed] == [2]
+    assert "train.num_steps: saved 2, now 4" in changed[0]["fields"]
+
+
+def test_the_batch_size_changes_if_it_is_named(root, run, caplog):
+    """Checkpoints come by time; the step is compiled once, before its first call."""
+    fields = {"train__batch_size": 16, "train__num_steps": 6, "train__checkpoint_seconds": 1e-9}
+    spec = small_spec(root, **fields, train__checkpoint_interval=100, train__eval_interval=100)
+    with jax.log_compiles():
+        loop.train(spec, run, change=("train.batch_size", "train.num_steps"))
+    assert len(re.findall(r"Finished XLA compilation of jit\(step\)", caplog.text)) == 2  # of training and validation
+    assert checkpoint.step_names(run)[:2] == ["6", "5"]
+    places = [saved_arrays(run, step)["data"]["global_next_index"] for step in (5, 6)]
+    assert places == [4 * 8 + 16, 4 * 8 + 2 * 16]
+    record = json.loads((run / "config.json").read_text())
+    assert record["config"]["train"]["batch_size"] == 16
+    loop.train(spec, run)  # the changed config is now that of the run
 
 
 def test_another_corpus_is_refused(run, tmp_path):
@@ -161,6 +240,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoints(root,
         return run
 
     monkeypatch.setattr(loop, "make_train_step", poisoned)
+    monkeypatch.setattr(loop, "compile_step", lambda *_: None)
     with pytest.raises(NonFiniteError, match=r"step 5: .*loss_nats = nan"):
         loop.train(small_spec(root, train__num_steps=20), tmp_path / "run")
     assert len(calls) <= 6  # metrics come exactly one step late
@@ -515,6 +595,7 @@ def test_bad_steps_are_skipped_and_recorded_or_stop_the_run(root, tmp_path, monk
         return [line.get("reason") for line in lines if "train/loss_nats" in line]
 
     monkeypatch.setattr(loop, "make_train_step", make_poisoned_step)
+    monkeypatch.setattr(loop, "compile_step", lambda *_: None)
     with pytest.raises(NonFiniteError, match=r"step 4: loss_nats = nan.*skipped before it: 1; .*max_bad_steps = 1"):
         train("stopped", 1)
     train("skipped", 2)

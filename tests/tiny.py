@@ -57,6 +57,7 @@ SPEC = {
         "eval_interval": 2,
         "validation_batches": 2,
         "checkpoint_interval": 2,
+        "checkpoint_seconds": None,
         "max_to_keep": 2,
         "max_bad_steps": 0,
         "wandb": None,

@@ -35,19 +35,20 @@ def make(*, model: Fields, data: Fields, optimizer: Fields, train: Fields, evalu
     )
     # The paper's Adam and cosine schedule.
     shared_optimizer = dict(warmup_fraction=0.01, final_fraction=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8)
-    shared_optimizer |= dict(weight_decay=0.1, clip_norm=1.0)
+    shared_optimizer |= dict(weight_decay=0.1, clip_norm=1.0, schedule="cosine", warmup_steps=None, decay_steps=0)
     shared_train = dict(
         seed=0,
         accumulation_steps=1,
         logits_chunk_tokens=2048,
         checkpoint_interval=None,  # None: eval_interval
+        checkpoint_seconds=None,  # None: only every checkpoint_interval steps
         max_to_keep=2,
         max_bad_steps=0,  # abort at the first non-finite step
         wandb=None,  # None: no project in Weights & Biases
         profile_steps=(),  # --config.train.profile_steps=10,15 traces these steps
     )
     config = dict(model=shared_model | model, data=data, optimizer=shared_optimizer | optimizer, mesh=MESH)
-    init = dict(source=None, train_only=None)  # random parameters, all trained
+    init = dict(source=None, train_only=None, optimizer=False, data="start")  # random parameters, all trained
     return ConfigDict(config | dict(train=shared_train | train, init=init, evaluation=evaluation))
 
 

@@ -8,9 +8,10 @@ r"""Start a run from the weights of another run: for more steps, other data or a
 Argument: source=WORKDIR or source=WORKDIR@STEP (STEP is a number, newest or best), then a method (`configs/common.py`).
 
 All fields have the values of the source's config, except the method given here and the mesh, which has all devices.
-The parameters are the checkpoint's. Optimizer, schedule and position in the data start from the beginning;
---config.data.seed gives another order of the data, and --config.init.train_only=bias,processor freezes all other
-parameters. A new DAPE starts as the identity. FIRE's threshold is scaled by train_length / 512.
+The parameters are the checkpoint's. The schedule starts from the beginning, and so does the optimizer, unless
+--config.init.optimizer=True, and the order of the data, unless --config.init.data=continue. --config.data.seed gives
+another order, and --config.init.train_only=bias,processor freezes all other parameters. A new DAPE starts as the
+identity. FIRE's threshold is scaled by train_length / 512.
 
 The recipe reads the source's config.json at each start, also to resume. The checkpoint is read only by a new run.
 
@@ -19,6 +20,8 @@ Hardware: as for the source. A frozen parameter has neither gradient nor optimiz
 processor=dape if the source has no processor. Removing or replacing the rotary embedding or the bias raises the loss at
 first. This project has not run this recipe at the paper's scale.
 """
+
+import dataclasses
 
 from ml_collections import ConfigDict
 
@@ -50,4 +53,4 @@ def get_config(argument: str | None = None) -> ConfigDict:
     if choice["processor"] == "dape":
         chosen["processor"] |= {"init": "identity"}
     spec["model"] |= {field: chosen[field] for field in given}
-    return ConfigDict(spec | {"mesh": common.MESH, "init": {"source": source, "train_only": None}})
+    return ConfigDict(spec | {"mesh": common.MESH, "init": dataclasses.asdict(InitConfig(source, None))})

@@ -381,8 +381,13 @@ def restore_config(workdir: epath.PathLike, which: str = "newest") -> tuple[int,
 
 def restore_params(workdir: epath.PathLike, step: int, abstract: Params) -> Params:
     """Read only the parameters of a step, with the shardings of `abstract`; raise `InputError` if it is damaged."""
+    return restore_items(workdir, step, params=ocp.args.StandardRestore(abstract))["params"]
+
+
+def restore_items(workdir: epath.PathLike, step: int, **items: Any) -> dict[str, Any]:
+    """Read some items of a step, each named with Orbax's arguments; raise `InputError` if it is damaged."""
     try:
-        return _read(workdir, str(step), params=ocp.args.StandardRestore(abstract))["params"]
+        return _read(workdir, str(step), **items)
     except DamagedError as error:
         raise InputError(f"step = '{step}': {error}; the steps are {step_names(workdir)}") from error
 

@@ -31,6 +31,11 @@ class Settings:
     verify: bool = flag(
         False, "Check the digest of the whole corpus, even if its files are unchanged since the last check."
     )
+    change: tuple[str, ...] = flag(
+        (),
+        "Comma-separated fields in which a resumed run may differ from its config: train.batch_size, train.num_steps, "
+        "optimizer, or a field of optimizer. The steps that are done are kept.",
+    )
 
     def __post_init__(self):
         require(bool(self.workdir), "--workdir", self.workdir, "must be a directory")
@@ -43,7 +48,7 @@ def main(settings: Settings) -> None:
     from dape_jax.training.loop import train
 
     join(settings.coordinator, settings.num_processes, settings.process_id)
-    train(flags.FLAGS.config, workdir, settings.verify)
+    train(flags.FLAGS.config, workdir, settings.verify, settings.change)
 
 
 def command() -> None:

@@ -5,7 +5,7 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,20 @@ import numpy as np
 from etils import epath
 from flax import nnx
 from jax.sharding import Mesh
+from jax.stages import Wrapped
 
-from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, differences, read_run, resolved
+from dape_jax.config import (
+    CHANGEABLE_FIELDS,
+    RESUMABLE_FIELDS,
+    RunConfig,
+    TaskRunConfig,
+    differences,
+    read_run,
+    resolved,
+)
 from dape_jax.data.store import follow_corpus
 from dape_jax.data.tokenizers import save_tokenizer
-from dape_jax.distributed import PreemptionGuard, process_zero_only, require_same
+from dape_jax.distributed import PreemptionGuard, SharedTimer, process_zero_only, require_same, wait_for_all
 from dape_jax.errors import InputError, StoppedError, require, require_package
 from dape_jax.model.transformer import Params, attention_of, model_structure, parameter_counts
 from dape_jax.provenance import package_versions
@@ -28,9 +37,10 @@ from dape_jax.storage import is_remote
 from dape_jax.tasks.tapes import Batch
 from dape_jax.training import checkpoint
 from dape_jax.training.metrics import MetricLogger
-from dape_jax.training.optimizer import make_optimizer
+from dape_jax.training.optimizer import RATE_FIELDS, make_optimizer, make_schedule
 from dape_jax.training.source import open_source
 from dape_jax.training.step import (
+    TrainState,
     abstract_state,
     init_state,
     make_nll_step,
@@ -38,12 +48,12 @@ from dape_jax.training.step import (
     make_train_step,
     shardings_of,
 )
-from dape_jax.training.weights import read_weights
+from dape_jax.training.weights import Start, read_start
 
 logger = logging.getLogger(__name__)
 
 
-def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False) -> None:
+def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, change: tuple[str, ...] = ()) -> None:
     """Train the model described by `spec`: start, resume or return, depending on `workdir`.
 
     With `verify`, the corpus is read and compared with its digest, even if it is unchanged since that was last done.
@@ -54,7 +64,8 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False) -
     2. The same config and a checkpoint: resume bit-exactly from the newest intact checkpoint. Damaged checkpoints are
        moved to `damaged/` with a warning; if all are damaged, refuse.
     3. The same config and no checkpoint: the run ended before its first checkpoint. Start again, as in 1.
-    4. Another config: refuse with the differences. Fields in `config.RESUMABLE_FIELDS` may differ.
+    4. Another config: refuse with the differences, unless `allowed_changes` accepts them; `change` are fields that may
+       differ.
     5. An imported model: refuse.
     6. A checkpoint of the last step: return.
 
@@ -75,11 +86,16 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False) -
     require(not (steps and is_remote(workdir)), "train.profile_steps", steps, "must be empty for a workdir in a bucket")
     record: dict[str, Any] = {"config": resolved(run)}
     require_same(workdir=str(workdir), config=record["config"], versions=package_versions())
-    saved = checkpoint.read_config(workdir)
+    saved, step_names, changes = checkpoint.read_config(workdir), checkpoint.step_names(workdir), []
     if saved is not None:
         allowed = "holds an imported model, which is not trained in place; name it in init.source of another run"
         require("imported" not in saved, "workdir", str(workdir), allowed)
-        refuse_differences(workdir, resolved(read_run(saved["config"])), record["config"])
+        done = int(step_names[0]) if step_names else 0
+        changes = allowed_changes(workdir, read_run(saved["config"]), run, done, change)
+        record |= {name: saved[name] for name in ("init", "changes") if name in saved}
+        if changes:
+            earlier = saved["changes"] if "changes" in saved else []
+            record["changes"] = [*earlier, {"step": done, "fields": changes}]
     # Build and trace the model, so that the checks of its bias and processor run before any file is written.
     device, row_parts = mesh.devices.flat[0], mesh.shape["context"] * mesh.shape["tensor"]
     is_packed = isinstance(run, RunConfig) and run.data.packing == "documents"
@@ -92,21 +108,18 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False) -
     # ---- data
     source = open_source(run, mesh, verify)
     record["data_digest"] = source.digest
-    step_names = checkpoint.step_names(workdir)
     require_same(data_digest=source.digest, saved_steps=step_names)
     if saved is not None:
-        refuse_differences(workdir, {"data_digest": saved["data_digest"]}, {"data_digest": source.digest})
+        refuse(workdir, differences({"data_digest": saved["data_digest"]}, {"data_digest": source.digest}))
 
     # ---- model and optimizer
     optimizer, train_only = make_optimizer(run.optimizer, run.train.num_steps), run.init.trained_kinds
     planned = abstract_state(run.model, optimizer, mesh, train_only)
-    given = None
+    given = Start({})
     if not step_names:
         checkpoint.require_space(workdir, planned)
         if run.init.source is not None:
-            given, record["init"] = read_weights(run, source.tokenizer, mesh)
-    elif saved is not None and "init" in saved:
-        record["init"] = saved["init"]
+            given, record["init"] = read_start(run, source, planned, mesh)
     train_step = make_train_step(
         graphdef,
         optimizer,
@@ -132,7 +145,7 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False) -
         if source.tokenizer is not None:
             save_tokenizer(source.tokenizer, workdir)  # before the config, so that a run with a config has a tokenizer
         # A run with a checkpoint keeps its config, also if it resumes with other resumable fields.
-        checkpoint.write_config(workdir, saved if saved is not None and step_names else record)
+        checkpoint.write_config(workdir, saved if saved is not None and step_names and not changes else record)
 
     with jax.set_mesh(mesh), checkpoint.run_lock(workdir) as refresh_lock:
         # ---- start or resume
@@ -142,8 +155,10 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False) -
             logger.info("resuming from step %d of %d", start, run.train.num_steps)
             source.batches.set_state(data_state)
         else:
-            assert run.init.source is None or given is not None, "the checkpoints were deleted during start-up"
-            start, state = 0, init_state(run.model, optimizer, run.train.seed, mesh, train_only, given)
+            assert run.init.source is None or given.params, "the checkpoints were deleted during start-up"
+            start, state = 0, init_state(run.model, optimizer, run.train.seed, mesh, train_only, *given[:2])
+            if given.data is not None:
+                source.batches.set_state(given.data)
         if start == run.train.num_steps:
             log_end(workdir, start)
             return
@@ -157,19 +172,23 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False) -
         ):
             if preemption.should_stop(start):
                 raise StoppedError(f"stopped by SIGTERM before step {start + 1}; the same command resumes")
+            timer = SharedTimer(run.train.checkpoint_seconds, start)
             traced = run.train.profile_steps if jax.process_index() == 0 else ()
             for step in range(start + 1, run.train.num_steps + 1):
                 batch = next(source.batches)
+                tokens = (batch["positions"][0] >= 0).sum() if "positions" in batch else batch["inputs"].shape[1]
+                batch = put_batch(batch, mesh)
+                if step == start + 1:
+                    compile_step(train_step, state, batch)
                 if traced and step == max(traced[0], start + 1) <= traced[1]:
                     trace.enter_context(jax.profiler.trace(str(workdir / "profile")))
-                with compiling("the training step") if step == start + 1 else contextlib.nullcontext():
-                    state, metrics = train_step(state, put_batch(batch, mesh))
+                state, metrics = train_step(state, batch)
                 if traced and step == traced[1]:
                     jax.block_until_ready(metrics)
                     trace.close()
-                tokens = (batch["positions"][0] >= 0).sum() if "positions" in batch else batch["inputs"].shape[1]
                 metric_logger.log(step, metrics, int(tokens) * run.train.batch_size)
                 last, stop = step == run.train.num_steps, preemption.should_stop(step)
+                is_due = timer.is_due(step) or step % run.train.checkpoint_interval == 0
                 refresh_lock()
                 validation_nats = None
                 if last or step % run.train.eval_interval == 0:
@@ -177,7 +196,7 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False) -
                     validation = validate(state.params)
                     validation_nats = validation["loss_nats"]
                     metric_logger.log_validation(step, validation)
-                if last or stop or step % run.train.checkpoint_interval == 0:
+                if last or stop or is_due:
                     metric_logger.sync()
                     jsons = {"data": source.batches.get_state(), "config": record}
                     checkpoint.save(manager, step, state._asdict(), jsons, validation_nats)
@@ -187,13 +206,17 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False) -
     log_end(workdir, run.train.num_steps)
 
 
-@contextlib.contextmanager
-def compiling(name: str) -> Iterator[None]:
-    """Log the start and the duration of a compilation; the block calls the jitted function for the first time."""
-    logger.info("compiling %s ...", name)
+def compile_step(step: Wrapped, state: TrainState, batch: dict[str, jax.Array]) -> None:
+    """Compile the training step on all processes before the first of them calls it.
+
+    A process may compile for longer than the others wait in the step's collectives, if they found their programs in
+    the compilation cache.
+    """
+    logger.info("compiling the training step ...")
     started_at = time.monotonic()
-    yield
-    logger.info("compiled %s in %.1f s", name, time.monotonic() - started_at)
+    step.lower(state, batch).compile()  # jit keeps the program for its calls
+    logger.info("compiled the training step in %.1f s", time.monotonic() - started_at)
+    wait_for_all("compiling the training step")
 
 
 def log_end(workdir: epath.Path, num_steps: int) -> None:
@@ -204,19 +227,51 @@ def log_end(workdir: epath.Path, num_steps: int) -> None:
     logger.info("evaluate it: %s --workdir=%s", program, directory)
 
 
-def refuse_differences(workdir: epath.Path, saved: dict[str, Any], new: dict[str, Any]) -> None:
-    """Raise `InputError` with all differences between two configs, except those in `config.RESUMABLE_FIELDS`."""
-    if lines := differences(saved, new, ignored=RESUMABLE_FIELDS):
-        place, advice = str(workdir), ""
-        if any(line.startswith("train.num_steps:") for line in lines):
-            advice = (
-                ". The learning-rate schedule ends at train.num_steps, so a run cannot be extended; start another run "
-                f"from its weights: --config=configs/continued.py:source={place} --config.train.num_steps=N"
-            )
-        raise InputError(
-            f"workdir = {place!r}: holds a run with another config; choose another directory, or use the config "
-            f"of that run. {'; '.join(lines)}{advice}"
+def allowed_changes(
+    workdir: epath.Path,
+    old: RunConfig | TaskRunConfig,
+    new: RunConfig | TaskRunConfig,
+    done: int,
+    change: tuple[str, ...],
+) -> list[str]:
+    """Return the differences between a run's config and that with which it resumes; [] if it goes on as it was.
+
+    Fields in `config.RESUMABLE_FIELDS` do not count. The schedule may differ if the learning rates of the `done` steps
+    are the same bits: a constant rate can be extended, and its decay can begin. Fields in `config.CHANGEABLE_FIELDS`
+    may differ if they, or their section, are in `change`.
+
+    Raises:
+        InputError: other fields differ, a field of `change` may not, or the run would end before the step it is at.
+    """
+    for field in change:
+        is_known = any(f"{field}.".startswith(f"{each}.") for each in CHANGEABLE_FIELDS)
+        require(is_known, "--change", field, f"must be one of {list(CHANGEABLE_FIELDS)}, or a field of these")
+    num_steps = new.train.num_steps
+    require(
+        num_steps >= done, "train.num_steps", num_steps, f"must be at least {done}, the steps that {workdir} has done"
+    )
+    configs = resolved(old), resolved(new)
+    rates = [np.asarray(make_schedule(run.optimizer, run.train.num_steps)(jnp.arange(done))) for run in (old, new)]
+    of_rates = ("train.num_steps", *(f"optimizer.{field}" for field in RATE_FIELDS)) if np.array_equal(*rates) else ()
+    refused = differences(*configs, ignored=(*RESUMABLE_FIELDS, *of_rates, *change))
+    fields, advice = [line.partition(":")[0] for line in refused], []
+    if not differences(*configs, ignored=(*RESUMABLE_FIELDS, *CHANGEABLE_FIELDS)):
+        advice.append(f"--change={','.join(fields)} goes on with the new values")
+    if "train.num_steps" in fields:
+        advice.append(
+            "The rates of the steps that are done depend on train.num_steps; another run can begin with the weights, "
+            f"moments and place in the data of this one: --config=configs/continued.py:source={workdir} "
+            "--config.init.optimizer=True --config.init.data=continue --config.train.num_steps=N"
         )
+    refuse(workdir, refused, *advice)
+    return differences(*configs, ignored=RESUMABLE_FIELDS)
+
+
+def refuse(workdir: epath.Path, differing: list[str], *advice: str) -> None:
+    """Raise `InputError` with the differences between a run's config and that with which it should resume, if any."""
+    if differing:
+        message = "holds a run with another config; choose another directory, or use the config of that run"
+        raise InputError(f"workdir = {str(workdir)!r}: {'. '.join([message, '; '.join(differing), *advice])}")
 
 
 def make_validation(

@@ -1,13 +1,17 @@
-"""Optimizer of the paper: AdamW with warm-up, cosine schedule and clipping. Next: `step.py`."""
+"""AdamW with a learning-rate schedule and gradient clipping. Next: `step.py`."""
 
 import dataclasses
 import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from dape_jax.errors import require
+from dape_jax.errors import one_of, require
+
+SCHEDULES = ("cosine", "wsd")
+RATE_FIELDS = ("learning_rate", "warmup_fraction", "final_fraction", "schedule", "warmup_steps", "decay_steps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +26,13 @@ class OptimizerConfig:
     epsilon: float  # constant added to the root of the second moment
     weight_decay: float  # decay, multiplied by the learning rate; see `is_decayed` for exempt parameters
     clip_norm: float  # global norm to which larger gradients are scaled down
+    # after the warm-up: "cosine", as in the paper, or "wsd": constant, then linear in the last `decay_steps`
+    schedule: str = "cosine"
+    warmup_steps: int | None = None  # None: `warmup_fraction` of all steps
+    decay_steps: int = 0
 
     def __post_init__(self):
+        one_of(self, "optimizer", schedule=SCHEDULES)
         for field in ("learning_rate", "epsilon", "clip_norm"):
             value = getattr(self, field)
             require(0 < value < math.inf, f"optimizer.{field}", value, "must be positive and finite")
@@ -33,17 +42,47 @@ class OptimizerConfig:
         require(0 <= self.final_fraction <= 1, "optimizer.final_fraction", self.final_fraction, "must be from 0 to 1")
         decay = self.weight_decay
         require(0 <= decay < math.inf, "optimizer.weight_decay", decay, "must be at least 0 and finite")
+        require((self.warmup_steps or 0) >= 0, "optimizer.warmup_steps", self.warmup_steps, "must not be negative")
+        is_used, allowed = self.schedule == "wsd" or self.decay_steps == 0, "must be 0 unless optimizer.schedule is wsd"
+        require(self.decay_steps >= 0 and is_used, "optimizer.decay_steps", self.decay_steps, allowed)
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Return the steps of the warm-up in a run of `num_steps`."""
+        return round(self.warmup_fraction * num_steps) if self.warmup_steps is None else self.warmup_steps
 
 
 def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Return the learning rate by step: linear warm-up, then cosine to `final_fraction` of the peak at the end."""
+    """Return the learning rate by step: linear warm-up from 0 to the peak, then one of two schedules.
+
+    Both end at `final_fraction` of the peak. "cosine" falls in all steps after the warm-up. "wsd" (warm-up, stable,
+    decay) is constant until it falls linearly in the last `decay_steps`, so its constant part can be extended, and a
+    decay can begin after any of its steps.
+
+    Source: cosine, the paper's official configurations; wsd, MiniCPM (arXiv 2404.06395).
+    Differs: the decay of MiniCPM is exponential.
+    """
+    peak, warmup_steps = config.learning_rate, config.num_warmup_steps(num_steps)
+    if config.schedule == "wsd":
+        warmup = optax.linear_schedule(0.0, peak, max(warmup_steps, 1))
+        decay = optax.linear_schedule(peak, config.final_fraction * peak, max(config.decay_steps, 1))
+        boundaries = [warmup_steps, num_steps - config.decay_steps]
+        return optax.join_schedules([warmup, optax.constant_schedule(peak), decay], boundaries)
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
-        peak_value=config.learning_rate,
-        warmup_steps=round(config.warmup_fraction * num_steps),
+        peak_value=peak,
+        warmup_steps=warmup_steps,
         decay_steps=num_steps,
-        end_value=config.final_fraction * config.learning_rate,
+        end_value=config.final_fraction * peak,
     )
+
+
+def restarted(opt_state: optax.OptState) -> optax.OptState:
+    """Return an optimizer state with the same moments, whose schedule starts from the beginning."""
+
+    def restart(node: Any) -> Any:
+        return node._replace(count=jnp.zeros_like(node.count)) if isinstance(node, optax.ScaleByScheduleState) else node
+
+    return jax.tree.map(restart, opt_state, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState))
 
 
 def is_decayed(path: tuple[Any, ...]) -> bool:

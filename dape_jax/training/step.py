@@ -24,6 +24,7 @@ from dape_jax.model.transformer import (
     split_params,
 )
 from dape_jax.sharding import parameter_shardings, replicated
+from dape_jax.training.optimizer import restarted
 
 # Dynamic loss scaling for float16: the loss is multiplied by a scale, so that small gradients are not rounded to 0. The
 # scale halves at an overflow, and doubles after STEPS_TO_DOUBLE steps without one (GPT-NeoX's loss_scale_window).
@@ -92,20 +93,23 @@ def init_state(
     mesh: Mesh,
     train_only: tuple[str, ...] = (),
     given: Params | None = None,
+    opt_state: optax.OptState | None = None,
 ) -> TrainState:
     """Return the initial state; each device computes its own shards.
 
-    See `make_train_step` for `train_only`. Parameters in `given`, which is donated, replace the initial ones.
+    See `make_train_step` for `train_only`. Parameters in `given` and an `opt_state`, which are donated, replace the
+    initial ones.
     """
 
-    def make(given: Params) -> TrainState:
+    def make(given: Params, opt_state: optax.OptState | None) -> TrainState:
         model = Transformer(config, rngs=nnx.Rngs(seed))
         params = merge_params(nnx.to_pure_dict(nnx.state(model, nnx.Param)), given)
         trained, _ = split_params(params, train_only)
-        return TrainState(params, optimizer.init(trained), _init_health(config))
+        opt_state = optimizer.init(trained) if opt_state is None else restarted(opt_state)
+        return TrainState(params, opt_state, _init_health(config))
 
     shardings = shardings_of(abstract_state(config, optimizer, mesh, train_only))
-    return jax.jit(make, out_shardings=shardings, donate_argnums=0)({} if given is None else given)
+    return jax.jit(make, out_shardings=shardings, donate_argnums=(0, 1))({} if given is None else given, opt_state)
 
 
 def _init_health(config: TransformerConfig) -> Health:

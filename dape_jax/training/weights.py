@@ -1,18 +1,21 @@
-"""Initial parameters from another run's checkpoint. In: `init.source` of a config. Next: `loop.py`.
+"""Start from another run's checkpoint. In: the `init` section of a config. Next: `loop.py`.
 
-Optimizer state, schedule and position in the data start from the beginning. Rotary embedding, bias and processor may
-differ from the source's. All other parameters must match by path and shape, which is checked before any device work.
+Rotary embedding, bias and processor may differ from the source's. All other parameters must match by path and shape,
+which is checked before any device work. The schedule starts from the beginning; optimizer and order of the data, too,
+unless `init.optimizer` and `init.data` say that they continue. This needs the parameters and the data of the source.
 """
 
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import optax
+import orbax.checkpoint as ocp
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
-from dape_jax.config import RunConfig, TaskRunConfig, differences, read_run, resolved
+from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, differences, read_run, resolved
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.distributed import require_same
 from dape_jax.errors import InputError, require
@@ -20,7 +23,8 @@ from dape_jax.model.processors import DapeConfig
 from dape_jax.model.transformer import Params, TransformerConfig, flat_params, model_structure, parameter_kind
 from dape_jax.storage import absolute, to_path
 from dape_jax.training import checkpoint
-from dape_jax.training.step import abstract_params
+from dape_jax.training.source import Source
+from dape_jax.training.step import TrainState, abstract_params
 
 # Fields of a model that may differ from the source's without a warning.
 _FREE_FIELDS = ("rotary", "bias", "processor", "attention", "remat", "dtype", "initializer", "dropout")
@@ -30,23 +34,31 @@ ParameterPath = tuple[str, ...]
 logger = logging.getLogger(__name__)
 
 
-def read_weights(
-    run: RunConfig | TaskRunConfig, tokenizer: Tokenizer | None, mesh: Mesh
-) -> tuple[Params, dict[str, Any]]:
-    """Read the parameters of the checkpoint named by `init.source`, after comparing its config with `run`.
+class Start(NamedTuple):
+    """Values with which a run starts; None, and parameters that are missing, are those of a new run."""
+
+    params: Params
+    opt_state: optax.OptState | None = None
+    data: dict[str, Any] | None = None  # place in the order of the data
+
+
+def read_start(
+    run: RunConfig | TaskRunConfig, data: Source, planned: TrainState, mesh: Mesh
+) -> tuple[Start, dict[str, Any]]:
+    """Read what `init` names of a checkpoint, after comparing its config with `run`.
 
     Args:
         run: config of the new run.
-        tokenizer: tokenizer of the new run's corpus, or None for a task.
+        data: training data of the new run.
+        planned: shapes, dtypes and shardings of its state.
         mesh: mesh over which the parameters are sharded.
 
     Returns:
-        The parameters that the new model takes from the source (all others are initialised), and their origin as JSON
-        values, for `config.json` and checkpoints.
+        What the new run takes from the source, and its origin as JSON values, for `config.json` and checkpoints.
 
     Raises:
         InputError: there is no such checkpoint, it is damaged, its tokenizer or task differs, or its parameters do not
-            match.
+            match; or, of what should continue, the source's differs.
     """
     assert run.init.source is not None
     field, (directory, which) = run.init.source, run.init.source_and_step
@@ -54,7 +66,7 @@ def read_weights(
     with _reading(field):
         step, saved = checkpoint.restore_config(workdir, which)
         source = read_run(saved["config"])
-        names = [_tokens_of(source, saved_tokenizer(workdir)), _tokens_of(run, tokenizer)]
+        names = [_tokens_of(source, saved_tokenizer(workdir)), _tokens_of(run, data.tokenizer)]
     require_same(init_source=f"step {step} of {directory}")
     require(names[0] == names[1], "init.source", field, f"has {names[0]}, but this run has {names[1]}")
     taken, new, dropped = _compare(source.model, run.model, field)
@@ -68,10 +80,25 @@ def read_weights(
     models = resolved(source)["model"], resolved(run)["model"]
     if lines := differences(*models, ignored=_FREE_FIELDS, names=("source", "now")):
         logger.warning("the model differs from that of %s: %s", workdir, "; ".join(lines))
+    items: dict[str, Any] = {"params": ocp.args.StandardRestore(abstract_params(source.model, mesh))}
+    if run.init.optimizer:
+        is_whole = not (new or dropped or "imported" in saved) and source.init.train_only == run.init.train_only
+        allowed = f"must be False: {workdir} has no moments, or those of other parameters than this run trains"
+        require(is_whole, "init.optimizer", True, allowed)
+        items["opt_state"] = ocp.args.StandardRestore(planned.opt_state)
+    if run.init.data == "continue":
+        facts = [
+            {"data": each["data"], "train_length": each["train"]["train_length"], "digest": digest}
+            for each, digest in ((resolved(source), saved["data_digest"]), (resolved(run), data.digest))
+        ]
+        lines = differences(*facts, ignored=RESUMABLE_FIELDS, names=("source", "now"))
+        require(not lines, "init.data", "continue", f"needs the data of {workdir}: {'; '.join(lines)}")
+        items["data"] = ocp.args.JsonRestore()
     with _reading(field):
-        flat = flat_params(checkpoint.restore_params(workdir, step, abstract_params(source.model, mesh)))
+        found = {"opt_state": None, "data": None} | checkpoint.restore_items(workdir, step, **items)
+    flat = flat_params(found["params"])
     record = {"workdir": str(absolute(workdir)), "step": step, "data_digest": saved["data_digest"]}
-    return unflatten_dict({path: flat[path] for path in taken}), record
+    return Start(unflatten_dict({path: flat[path] for path in taken}), found["opt_state"], found["data"]), record
 
 
 @contextlib.contextmanager
