@@ -15,6 +15,7 @@ from absl import logging as absl_logging
 
 from dape_jax import recipes
 from dape_jax.errors import InputError, NonFiniteError, StoppedError, did_you_mean, printable, require
+from dape_jax.storage import absolute, to_path
 
 flags.disclaim_key_flags()  # flags of `run` belong to its caller, whose --help lists them
 
@@ -131,6 +132,19 @@ def _parse(arguments: list[str]) -> list[str]:
         config = flags.FLAGS["config"]
         config.value = recipes.read_config(str(config.value), of_config)
     return remaining
+
+
+COMPILATION_CACHE = (
+    "Directory, local or gs://, in which compiled programs are kept; by default $JAX_COMPILATION_CACHE_DIR."
+)
+
+
+def use_compilation_cache(directory: str | None) -> None:
+    """Set the directory of JAX's compilation cache, unless the flag is unset."""
+    if directory is not None:
+        import jax  # imported here: it takes seconds, and a wrong flag is reported first
+
+        jax.config.update("jax_compilation_cache_dir", str(absolute(to_path(directory, "--compilation_cache"))))
 
 
 def flag(default: Any, text: str, repeated: bool = False) -> Any:

@@ -11,7 +11,7 @@ In a clone, `python eval.py` is the same program.
 import dataclasses
 
 from dape_jax import command_line
-from dape_jax.command_line import flag
+from dape_jax.command_line import COMPILATION_CACHE, flag, use_compilation_cache
 from dape_jax.errors import require
 from dape_jax.evaluation.options import Options
 from dape_jax.storage import to_path
@@ -30,12 +30,14 @@ class Flags:
     output: str | None = flag(
         None, "Directory of the results; the workdir, or the path common to all workdirs, if unset."
     )
+    compilation_cache: str | None = flag(None, COMPILATION_CACHE)
 
 
 def main(given: Flags) -> None:
     """Evaluate, which prints the table."""
     require(all(given.workdir or [""]), "--workdir", list(given.workdir), "must be directories, separated by commas")
 
+    use_compilation_cache(given.compilation_cache)
     from dape_jax.distributed import require_single_process  # after the flags are checked: JAX takes seconds to import
     from dape_jax.evaluation.accuracy import evaluate_tasks
     from dape_jax.evaluation.perplexity import evaluate

@@ -10,7 +10,7 @@ import dataclasses
 from absl import flags
 
 from dape_jax import command_line
-from dape_jax.command_line import flag
+from dape_jax.command_line import COMPILATION_CACHE, flag, use_compilation_cache
 from dape_jax.errors import require
 from dape_jax.recipes import define_config_flag
 from dape_jax.storage import to_path
@@ -31,6 +31,7 @@ class Settings:
     verify: bool = flag(
         False, "Check the digest of the whole corpus, even if its files are unchanged since the last check."
     )
+    compilation_cache: str | None = flag(None, COMPILATION_CACHE)
     change: tuple[str, ...] = flag(
         (),
         "Comma-separated fields in which a resumed run may differ from its config: train.batch_size, train.num_steps, "
@@ -44,6 +45,7 @@ class Settings:
 def main(settings: Settings) -> None:
     """Join the other processes of the run, and train."""
     workdir = to_path(settings.workdir, "--workdir")
+    use_compilation_cache(settings.compilation_cache)
     from dape_jax.distributed import join  # after the flags are checked: JAX takes seconds to import
     from dape_jax.training.loop import train
 
