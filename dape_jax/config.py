@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import cattrs
+import jax
 from cattrs.gen import make_dict_structure_fn, override
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
@@ -132,6 +133,11 @@ class BaseRunConfig:
     init: InitConfig
 
     def __post_init__(self):
+        if self.model.vocab_multiple is None:
+            are_accelerators = jax.default_backend() != "cpu" and jax.device_count() > 1
+            tensor = self.mesh.tensor if self.mesh.tensor > 0 else self.mesh.sizes(jax.device_count())[-1]
+            multiple = math.lcm(128 if are_accelerators else 1, tensor)
+            object.__setattr__(self, "model", dataclasses.replace(self.model, vocab_multiple=multiple))
         num_steps = self.train.num_steps
         field = "warmup_fraction" if self.optimizer.warmup_steps is None else "warmup_steps"
         warmup_steps, decay_steps = self.optimizer.num_warmup_steps(num_steps), self.optimizer.decay_steps
@@ -142,9 +148,10 @@ class BaseRunConfig:
 
     def check_model_mesh(self, mesh: Mesh) -> None:
         """Raise `InputError` unless the model can be split evenly over a mesh."""
-        fields = {"D": "width", "H": "num_heads", "G": "num_kv_heads", "F": "mlp_width", "V": "vocab_size"}
+        fields = {"D": "width", "H": "num_heads", "G": "num_kv_heads", "F": "mlp_width"}
         check_mesh(mesh, {axis: (f"model.{field}", getattr(self.model, field)) for axis, field in fields.items()})
-        check_mesh(mesh, {"V": ("model.num_outputs", self.model.num_outputs)})
+        for field in ("vocab_size", "num_outputs"):
+            check_mesh(mesh, {"V": (f"model.{field}", self.model.padded(getattr(self.model, field)))})
 
     def check_mesh(self, mesh: Mesh) -> None:
         """Raise `InputError` unless batch, sequences and model can be split evenly over a mesh."""
@@ -242,6 +249,18 @@ def resolved(run: RunConfig | TaskRunConfig) -> dict[str, Any]:
         (name,) = [name for name, kind in table.items() if type(getattr(run.model, field)) is kind]
         spec["model"][field] = {"name": name} | spec["model"][field]
     return json.loads(json.dumps(spec))
+
+
+def follow_saved(spec: dict[str, Any], saved: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a config file's dict in which the automatic fields of the model are those of the record of a saved run.
+
+    They depend on the devices, and a run may resume on others.
+    """
+    if saved is None or "model" not in spec:
+        return spec
+    model, chosen = spec["model"], resolved(read_run(saved["config"]))["model"]
+    automatic = [name for name, value in (("dtype", "auto"), ("vocab_multiple", None)) if model.get(name, 0) == value]
+    return spec | {"model": model | {name: chosen[name] for name in automatic}}
 
 
 def differences(

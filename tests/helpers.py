@@ -64,6 +64,17 @@ class AnyRows(Implementation):
         return Blockwise(4, 2).attend_rows(q, k, v, positions, score_mod, mask)
 
 
+def padded_like(tree: Any, like: Any) -> Any:
+    """Return the arrays of a tree with zeros up to the shapes of those of another."""
+
+    def pad(x: Any, other: Any) -> np.ndarray:
+        result = np.zeros(other.shape, x.dtype)
+        result[tuple(map(slice, x.shape))] = x
+        return result
+
+    return jax.tree.map(pad, tree, like)
+
+
 def attend_rows(implementation, q, k, v, q_pos, k_pos, score_mod=ScoreMod(), mask=Mask()):
     """Call an implementation, or a function with the same arguments, at these positions."""
     function = getattr(implementation, "attend_rows", implementation)

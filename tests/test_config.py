@@ -5,6 +5,7 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import pytest
 import tiny
 from hypothesis import given, settings
@@ -108,6 +109,26 @@ def test_fields_that_may_change_on_resume_change_no_parameter():
     saved = resolved(read_run(SPECS["quickstart"]))
     new = with_value(with_value(saved, ("mesh", "fsdp"), 1), ("train", "seed"), 7)
     assert config.differences(saved, new, ignored=RESUMABLE_FIELDS) == ["train.seed: saved 0, now 7"]
+
+
+def test_automatic_fields_follow_the_devices_and_on_resume_the_saved_run(monkeypatch):
+    spec = copy.deepcopy(SPECS["quickstart"])
+    first = read_run(spec)
+    saved = {"config": resolved(first)}
+    assert (first.model.vocab_multiple, first.model.dtype) == (1, "float32")
+    for tensor, on_accelerators in ((2, 128), (3, 384)):
+        run = read_run(with_value(spec, ("mesh", "tensor"), tensor))
+        assert run.model.vocab_multiple == tensor
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "default_backend", lambda: "gpu")
+            run = read_run(with_value(spec, ("mesh", "tensor"), tensor))
+            assert (run.model.vocab_multiple, run.model.dtype) == (on_accelerators, "bfloat16")
+            followed = read_run(with_value(config.follow_saved(spec, saved), ("mesh", "tensor"), tensor))
+            assert followed.model == first.model
+            assert config.follow_saved(resolved(run), saved) == resolved(run)
+    assert config.follow_saved(spec, None) == spec
+    del saved["config"]["model"]["vocab_multiple"]  # as in a run of an older version
+    assert read_run(saved["config"]) == first
 
 
 def test_a_task_uses_no_kernel():

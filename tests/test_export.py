@@ -168,6 +168,19 @@ def test_sixteen_bits_in_several_files(exported, tmp_path, monkeypatch):
     assert np.abs(found - expected).max() > 1e-4
 
 
+def test_padding_of_the_vocabulary_is_not_exported(tmp_path):
+    workdir = make_run(tmp_path / "run", num_layers=1, vocab_multiple=8, output_bias=True)
+    export.export_run(workdir, tmp_path / "exported")
+    found = safetensors.torch.load_file(tmp_path / "exported" / "model.safetensors")
+    _, params = restore(read_trained(workdir, "newest", {}))
+    for name, shape in {"embedding_VD": (264, 16), "unembedding_DV": (16, 264), "output_bias_V": (264,)}.items():
+        assert params[name].shape == shape
+        assert [size if size == 16 else 257 for size in shape] == list(found[name].shape)
+        np.testing.assert_array_equal(found[name], np.asarray(params[name])[tuple(map(slice, found[name].shape))])
+    config = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert (config["vocab_size"], "vocab_multiple" in config) == (257, False)
+
+
 def test_a_value_beyond_float16_is_refused(tmp_path):
     params = {"embedding_VD": np.array([[1e5, 1.0]], np.float32), "norm": {"scale": np.array([1e5], np.float32)}}
     with pytest.raises(InputError, match=r"^dtype = 'float16': embedding_VD has values beyond"):

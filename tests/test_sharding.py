@@ -8,6 +8,7 @@ import optax
 import pytest
 import tiny
 from flax import nnx
+from helpers import padded_like
 from jax.sharding import Mesh, PartitionSpec
 
 from dape_jax.config import RunConfig, choose
@@ -99,11 +100,16 @@ def case(bias, processor, mesh, marks=pytest.mark.slow, accumulation_steps=1, **
     ],
 )
 def test_eight_devices_are_one(root, bias, processor, mesh, accumulation_steps, model):
-    """Compare losses, parameters and momenta (sums of all gradients so far) after three steps."""
-    run = make_run(root, bias, processor, **model)
+    """Compare losses, parameters and momenta (sums of all gradients so far) after three steps.
+
+    On eight devices the vocabulary is padded, and the padding stays zero.
+    """
+    run = make_run(root, bias, processor, **{"vocab_size": 257} | model)
     expected_losses, expected = three_steps(run, ONE)
+    padded = make_run(root, bias, processor, **{"vocab_size": 257, "vocab_multiple": 4} | model)
     options = {"logits_chunk_tokens": 16, "accumulation_steps": accumulation_steps}
-    losses, found = three_steps(run, make_mesh(MeshConfig(*MESHES[mesh])), **options)
+    losses, found = three_steps(padded, make_mesh(MeshConfig(*MESHES[mesh])), **options)
+    expected = padded_like(expected, found)
     np.testing.assert_allclose(losses, expected_losses, rtol=2e-6)
     chex.assert_trees_all_close(found.params, expected.params, atol=1e-5)
     chex.assert_trees_all_close(found.opt_state, expected.opt_state, atol=3e-5)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import scipy.special
 from flax import nnx
+from helpers import padded_like
 from tiny import ARCHITECTURES, SPEC
 
 from dape_jax.config import CHOICES, choose, read_model
@@ -23,6 +24,7 @@ from dape_jax.errors import InputError
 from dape_jax.model.attention import attend
 from dape_jax.model.biases import BIASES, BiasConfig, distances
 from dape_jax.model.contextual import CONTEXTUAL
+from dape_jax.model.loss import nll, nll_of_features
 from dape_jax.model.positions import NoRotary
 from dape_jax.model.processors import PROCESSORS
 from dape_jax.model.transformer import (
@@ -444,6 +446,35 @@ BAD = [
     ("model.rotary.fraction = 1.5: must be", {"rotary": {"name": "rope", "fraction": 1.5}}),
     ("model.rotary.high_frequency_factor = 4.0: must", {"rotary": {"name": "llama3", "low_frequency_factor": 4.0}}),
 ]
+
+
+@pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}, {"output_bias": True}])
+def test_padding_of_the_vocabulary_changes_no_score(changes):
+    """The padding has probability 0 and gradient 0, also where the features are large; parameters start the same."""
+    params, nlls, gradients = [], [], []
+    tokens_BT = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 9)))
+    for multiple in (1, 8):
+        config = make_config(num_layers=1, vocab_multiple=multiple, norm="rms_norm", **changes)
+        graphdef, of_model = nnx.split(Transformer(config, rngs=nnx.Rngs(0)), nnx.Param)
+        of_model = nnx.to_pure_dict(of_model)
+        of_model["norm"]["scale"] *= 100
+
+        def loss(params, graphdef=graphdef):
+            model = nnx.merge(graphdef, params)
+            features_BTD = model.features(tokens_BT[:, :-1])
+            nll_BT = nll_of_features(model, features_BTD, tokens_BT[:, 1:], 4)
+            return nll_BT.sum(), (nll_BT, model.logits(features_BTD))
+
+        (gradient, (nll_BT, logits_BTV)) = jax.grad(loss, has_aux=True)(of_model)
+        assert logits_BTV.shape == (2, 8, 11)
+        np.testing.assert_allclose(nll_BT, nll(logits_BTV, tokens_BT[:, 1:]), rtol=1e-5)
+        for each, value in ((params, of_model), (nlls, nll_BT), (gradients, gradient)):
+            each.append(value)
+    assert params[1]["embedding_VD"].shape == (16, 16)
+    chex.assert_trees_all_equal(padded_like(params[0], params[1]), params[1])
+    np.testing.assert_allclose(nlls[1], nlls[0], rtol=1e-6)
+    chex.assert_trees_all_close(padded_like(gradients[0], gradients[1]), gradients[1], rtol=1e-4, atol=1e-4)
+    assert not np.any(gradients[1]["embedding_VD"][11:])
 
 
 def test_parameters_are_float32_also_with_64_bits():

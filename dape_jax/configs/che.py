@@ -51,6 +51,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
             num_heads=8,
             vocab_size=task.vocab_size,
             num_outputs=task.num_outputs,
+            vocab_multiple=1,
             **ENCODER,
             **common.choose_method(choice, TRAIN_LENGTH, length_scale=TRAIN_LENGTH / 512),
             attention=choose("attention", "dense"),

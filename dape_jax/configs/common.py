@@ -29,6 +29,7 @@ def make(*, model: Fields, data: Fields, optimizer: Fields, train: Fields, evalu
         mlp_width=None,  # None: 4 x width
         vocab_size=None,  # None: the corpus's
         num_outputs=None,  # None: vocab_size
+        vocab_multiple=None,  # None: as the mesh needs it, and 128 on several accelerators
         window=None,  # None: all keys; --config.model.window=N for sliding-window attention
         remat="none",
         dtype="auto",

@@ -53,6 +53,9 @@ def nll_of_features(
     dtype = model.config.compute_dtype
     features_BTD, weight_DV = features_BTD.astype(dtype), model.output_DV.astype(dtype)
     bias_V = None if model.output_bias_V is None else model.output_bias_V[...]
+    is_token_V = jnp.arange(weight_DV.shape[1]) < model.config.num_outputs
+    if model.config.num_outputs < len(is_token_V):  # the rest is padding, of probability 0
+        bias_V = jnp.where(is_token_V, 0.0 if bias_V is None else bias_V, -jnp.inf)
     if not in_mesh():
         return _nll_on_device(features_BTD, weight_DV, bias_V, targets_BT, logits_chunk_tokens)
 

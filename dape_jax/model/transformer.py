@@ -86,6 +86,9 @@ class TransformerConfig:
     head_dim: int = FOLLOWS  # K; None: D / H
     mlp_width: int = FOLLOWS  # F; None: 4 D
     num_outputs: int = FOLLOWS  # V, tokens that have a logit; None: vocab_size, as in a language model
+    # The tables of the tokens have unused rows up to a multiple of this. A row of padding is zero, and it is never
+    # scored or sampled. None, in a run: mesh.tensor, and on several accelerators also a multiple of 128.
+    vocab_multiple: int | None = 1
     rotary: NoRotary | Rope = NoRotary()  # rotary embedding of queries and keys
     bias: BiasConfig = KerpleConfig()  # position bias or contextual encoding
     processor: ProcessorConfig = DapeConfig()  # processor of the scores
@@ -134,6 +137,7 @@ class TransformerConfig:
         for field, is_right, allowed in (
             ("num_kv_heads", heads % self.num_kv_heads == 0, f"must divide model.num_heads = {heads}"),
             ("window", self.window is None or self.window > 0, "must be 1 or more, or None"),
+            ("vocab_multiple", self.vocab_multiple is None or self.vocab_multiple > 0, "must be 1 or more, or None"),
             ("parallel_residual", self.norm_first or not self.parallel_residual, "must be False without norm_first"),
             ("dropout", 0 <= self.dropout < 1, "must be at least 0 and below 1"),
             ("num_outputs", can_tie, f"must be model.vocab_size = {self.vocab_size} with tied_embeddings"),
@@ -147,6 +151,10 @@ class TransformerConfig:
     def compute_dtype(self) -> jnp.dtype:
         """Return the dtype of the matmuls."""
         return jnp.dtype(self.dtype)
+
+    def padded(self, num_tokens: int) -> int:
+        """Return the number of rows of a table of tokens."""
+        return math.ceil(num_tokens / (self.vocab_multiple or 1)) * (self.vocab_multiple or 1)
 
 
 # Presets: options of the paper's language models (the defaults), of the encoder of its algorithmic tasks (Deletang et
@@ -195,6 +203,13 @@ def make_norm(config: TransformerConfig, rngs: nnx.Rngs) -> Norm:
     if config.norm == "rms_norm":
         return nnx.RMSNorm(config.width, epsilon=config.norm_epsilon, rngs=rngs)
     return nnx.LayerNorm(config.width, epsilon=config.norm_epsilon, use_fast_variance=False, rngs=rngs)
+
+
+def token_table(config: TransformerConfig, table: Float[Array, "_ _"], dim: int) -> nnx.Param:
+    """Return a table of tokens as a parameter, with zeros up to `config.padded` of the size of `dim`."""
+    padding = [(0, 0), (0, 0)]
+    padding[dim] = (0, config.padded(table.shape[dim]) - table.shape[dim])
+    return nnx.Param(jnp.pad(table, padding))
 
 
 def bias_parameter(is_present: bool, *shape: int) -> nnx.Param | None:
@@ -396,7 +411,7 @@ class Transformer(nnx.Module):
         D, V = config.width, config.num_outputs
         is_fan_in = config.initializer == "fan_in"
         embedding_initializer = nnx.initializers.truncated_normal(0.02) if is_fan_in else initializer(config, D)
-        self.embedding_VD = nnx.Param(embedding_initializer(rngs.params(), (config.vocab_size, D)))
+        self.embedding_VD = token_table(config, embedding_initializer(rngs.params(), (config.vocab_size, D)), 0)
         score_rngs = nnx.Rngs(rngs.params())  # see `SelfAttention`
         self.shared_bias = (
             config.bias.build(config.num_heads, config.head_dim, score_rngs) if config.bias.shared_by_layers else None
@@ -409,9 +424,9 @@ class Transformer(nnx.Module):
 
         self.layers = make_layers(rngs)
         self.norm = make_norm(config, rngs) if config.norm_first else None
-        is_tied = config.tied_embeddings
-        self.unembedding_DV = None if is_tied else nnx.Param(initializer(config, D)(rngs.params(), (D, V)))
-        self.output_bias_V = bias_parameter(config.output_bias, V)
+        is_tied, draw = config.tied_embeddings, initializer(config, D)
+        self.unembedding_DV = None if is_tied else token_table(config, draw(rngs.params(), (D, V)), 1)
+        self.output_bias_V = bias_parameter(config.output_bias, config.padded(V))
         self.config = config
         if config.dtype != "float64":  # also with JAX_ENABLE_X64, so that a checkpoint does not depend on it
             params = nnx.state(self, nnx.Param)
@@ -419,7 +434,7 @@ class Transformer(nnx.Module):
 
     @property
     def output_DV(self) -> Float[Array, "D V"]:
-        """Return the matrix from features to logits: the unembedding, or the transposed embedding table."""
+        """Return the padded matrix from features to logits: the unembedding, or the transposed embedding table."""
         return self.embedding_VD[...].T if self.unembedding_DV is None else self.unembedding_DV[...]
 
     def features(
@@ -512,7 +527,8 @@ class Transformer(nnx.Module):
         """Return the logits of features, float32 (float64 if the compute dtype is)."""
         x_BTD = x_BTD.astype(self.config.compute_dtype)
         dtype = jnp.promote_types(x_BTD.dtype, jnp.float32)
-        return linear("BTD,DV->BTV", x_BTD, self.output_DV, self.output_bias_V, dtype)
+        logits_BTV = linear("BTD,DV->BTV", x_BTD, self.output_DV, self.output_bias_V, dtype)
+        return logits_BTV[..., : self.config.num_outputs]
 
     def __call__(
         self,

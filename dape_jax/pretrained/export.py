@@ -61,6 +61,9 @@ def export_run(workdir: epath.PathLike, output: Path, *, step: str = "newest", d
         require(value in allowed, f"model.{'.'.join(path)}", value, f"must be one of {list(allowed)} to be exported")
     tokenizer = saved_tokenizer(workdir)
     _, params = restore(trained)
+    V = trained.run.model.vocab_size  # without padding
+    tables = {"embedding_VD": np.s_[:V], "unembedding_DV": np.s_[:, :V], "output_bias_V": np.s_[:V]}
+    params |= {name: params[name][rows] for name, rows in tables.items() if name in params}
     temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex}.partial")
     try:
         temporary.mkdir(parents=True)

@@ -46,7 +46,7 @@ ACTIVATIONS = {
 SCALINGS = {"default": "rope", "linear": "pi", "llama3": "llama3", "yarn": "yarn"}  # our rotary embeddings
 
 # Fields of the `model` section for training and computation in JAX; exported configs do not have them.
-NOT_EXPORTED = ("initializer", "attention", "remat", "dtype", "dropout", "num_outputs")
+NOT_EXPORTED = ("initializer", "attention", "remat", "dtype", "dropout", "num_outputs", "vocab_multiple")
 
 
 class Fields:

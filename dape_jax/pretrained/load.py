@@ -88,7 +88,7 @@ def run_spec(
     steps = {"num_steps": 1000, "eval_interval": 100, "validation_batches": 8, "checkpoint_interval": 500}
     none = {"bias": {"name": "nope"}, "processor": {"name": "none"}}
     return common.make(
-        model=none | model | {"attention": {"name": "auto"}},
+        model=none | model | {"attention": {"name": "auto"}, "vocab_multiple": 1},
         data=common.text(path=None, tokenizer=name),
         optimizer={"learning_rate": 1e-4, "warmup_fraction": 0.05},
         train={"train_length": train_length, "batch_size": 32, **steps},

@@ -23,6 +23,7 @@ from dape_jax.config import (
     RunConfig,
     TaskRunConfig,
     differences,
+    follow_saved,
     read_run,
     resolved,
 )
@@ -77,7 +78,8 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, c
     """
     # ---- check the config
     workdir = epath.Path(workdir)
-    run = read_run(follow_corpus(spec))
+    saved = checkpoint.read_config(workdir)
+    run = read_run(follow_saved(follow_corpus(spec), saved))
     mesh = make_mesh(run.mesh)
     run.check_mesh(mesh)
     if run.train.wandb is not None:
@@ -86,7 +88,7 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, c
     require(not (steps and is_remote(workdir)), "train.profile_steps", steps, "must be empty for a workdir in a bucket")
     record: dict[str, Any] = {"config": resolved(run)}
     require_same(workdir=str(workdir), config=record["config"], versions=package_versions())
-    saved, step_names, changes = checkpoint.read_config(workdir), checkpoint.step_names(workdir), []
+    step_names, changes = checkpoint.step_names(workdir), []
     if saved is not None:
         allowed = "holds an imported model, which is not trained in place; name it in init.source of another run"
         require("imported" not in saved, "workdir", str(workdir), allowed)
