@@ -292,7 +292,12 @@ def test_a_text_for_validation_is_encoded_as_the_corpus(tmp_path: Path):
     assert train.digest == made.train.digest  # a corpus has its own splits
     assert validation.sidecar.tokenizer == made.train.sidecar.tokenizer
     assert texts(validation) == words[:3]
-    with pytest.raises(InputError, match=r"tokenizers = .*: must be the same for all texts of a run"):
+    mixture = {"mixture": f"{tmp_path}/one=1,{tmp_path}/bpe=1", "validation_path": str(other)}
+    assert (
+        load_corpora(dataclasses.replace(mine, **mixture)).train[str(tmp_path / "one")].sidecar.tokenizer
+        == made.train.sidecar.tokenizer
+    )
+    with pytest.raises(InputError, match=r"data\.tokenizer = .*: data\.mixture = .*bytes' was prepared with"):
         load_corpora(dataclasses.replace(mine, mixture=f"{tmp_path}/bpe=1,{tmp_path}/bytes=1", validation_path=None))
 
 
@@ -423,6 +428,7 @@ def test_a_corpus_that_is_not_whole_is_refused(pristine: Path, tmp_path: Path, n
         ({"validation_fraction": float("nan")}, "data.validation_fraction = nan"),
         ({"seed": -1}, "data.seed = -1"),
         ({"validation_path": ""}, "data.validation_path = ''"),
+        ({"validation_path": "text"}, "data.validation_path = 'text': must be another text"),
         ({"mixture": "books,code=1"}, "data.mixture = 'books,code=1': must be PATH=WEIGHT,PATH=WEIGHT"),
         ({"mixture": "books=0.7,books=0.3"}, "data.mixture = "),
         ({"mixture": "books=0,code=1"}, "data.mixture = "),

@@ -14,7 +14,7 @@ from dape_jax.data.store import follow_corpus
 from dape_jax.errors import InputError
 from dape_jax.recipes import read_config, read_module
 from dape_jax.training import checkpoint, loop
-from dape_jax.training.source import load_corpus
+from dape_jax.training.source import load_corpora, load_corpus
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,8 +38,8 @@ def spec_of(recipe: str, **data: str | None) -> dict:
 
 
 def test_tokenizer_and_vocabulary_follow_the_corpus(root, tmp_path):
-    def run_of(recipe: str, path: str, tokenizer: str | None = None) -> RunConfig:
-        spec = spec_of(recipe, path=str(root / path), tokenizer=tokenizer, cache_dir=str(tmp_path))
+    def run_of(recipe: str, path: str, tokenizer: str | None = None, **data: str) -> RunConfig:
+        spec = spec_of(recipe, path=str(root / path), tokenizer=tokenizer, cache_dir=str(tmp_path), **data)
         assert spec["train"]["checkpoint_interval"] is None
         run = RunConfig.from_dict(follow_corpus(spec))
         assert run.train.checkpoint_interval == run.train.eval_interval
@@ -49,6 +49,9 @@ def test_tokenizer_and_vocabulary_follow_the_corpus(root, tmp_path):
         prepared, raw = run_of(recipe, "bpe"), run_of(recipe, "text")
         assert (prepared.model.vocab_size, prepared.model.num_outputs, prepared.data.tokenizer) == (300, 300, None)
         assert (raw.model.vocab_size, raw.data.tokenizer) == (257, "bytes")
+        both = run_of(recipe, "text", None, validation_path=str(root / "bpe"))
+        assert (both.model.vocab_size, both.data.tokenizer) == (300, None)
+    assert load_corpora(both.data).train[str(root / "text")].sidecar.vocab_size == 300
     assert load_corpus(prepared.data).train.sidecar.vocab_size == 300
     assert run_of("small", "text", str(root / "bpe" / "tokenizer.json")).model.vocab_size == 300
 

@@ -79,7 +79,9 @@ class DataConfig:
             parse_mixture(self.mixture)
         one_of(self, "data", packing=PACKINGS)
         require(self.path != "", "data.path", self.path, f"must be a file, a directory, a glob or {STDLIB!r}")
-        require(self.validation_path != "", "data.validation_path", "", "must be the path of a text, or None")
+        is_other = self.validation_path != "" and self.validation_path not in self.weights
+        allowed = "must be another text than those that are trained on, or None"
+        require(is_other, "data.validation_path", self.validation_path, allowed)
         is_known = self.tokenizer is None or re.fullmatch(rf"{_NAME}|.*\.json", self.tokenizer, re.DOTALL)
         allowed = "must be None (the prepared corpus's), 'bytes', or the path or name of a tokenizer.json"
         require(bool(is_known), "data.tokenizer", self.tokenizer, allowed)
@@ -307,8 +309,11 @@ def follow_corpus(spec: dict[str, Any]) -> dict[str, Any]:
         path, tokenizer, vocab_size = data["path"], data["tokenizer"], model["vocab_size"]
     except (KeyError, TypeError):
         return spec
-    mixture = data["mixture"] if "mixture" in data else None
-    paths = list(parse_mixture(mixture)) if isinstance(mixture, str) else [path]
+    mixture, held_out = (data[name] if name in data else None for name in ("mixture", "validation_path"))
+    paths = [
+        *(parse_mixture(mixture) if isinstance(mixture, str) else [path]),
+        *([] if held_out is None else [held_out]),
+    ]
     if None not in (tokenizer, vocab_size) or not all(isinstance(path, str) and path for path in paths):
         return spec
     sidecars = next(filter(None, (_sidecars(path, "data.path") for path in paths)), {})

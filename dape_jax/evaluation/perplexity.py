@@ -203,8 +203,9 @@ def common_text(
             run = dataclasses.replace(model.run, data=config)
             model = dataclasses.replace(model, run=run, data_digest=first.data_digest)
         corpora.append(corpora_of(model, data))
-        tokenizer = next(iter(corpora[-1].validation.values())).sidecar.tokenizer
-        texts[model.name] = f"{data or model.run.data.path or model.run.data.mixture} as {tokenizer}"
+        stores = corpora[-1].train | corpora[-1].validation
+        (tokenizer,) = {store.sidecar.tokenizer for store in stores.values()}
+        texts[model.name] = f"{', '.join(stores)} as {tokenizer}"
     allowed = "must be the same text and tokenizer for all; --data=TEXT scores all runs of one tokenizer on one text"
     require(len({each.digest for each in corpora}) == 1, "data", texts, allowed)
     stores = corpora[0].stores(split)

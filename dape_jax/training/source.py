@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import math
-from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
@@ -49,10 +48,10 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh, verify: bool = False
         corpora = process_zero_first(lambda: load_corpora(run.data, lossy=run.init.source is not None))
         process_zero_only(lambda: verify_stores(corpora.stores("all"), verify))
         train_stores, held_out = corpora.stores("train"), corpora.stores("validation")
-        paths = list(corpora.train)
-        require(len(train_stores) == len(paths), "data.path", paths, "must all have documents to train on")
-        advice = "has no documents for validation; name a text that has with data.validation_path"
-        require(bool(held_out), "data.path", paths, advice)
+        path = run.data.path or run.data.mixture
+        require(len(train_stores) == len(corpora.train), "data.path", path, "must have documents to train on")
+        advice = "has no documents for validation; name a text that has some, --config.data.validation_path=TEXT"
+        require(bool(held_out), "data.path", path, advice)
         message = "text: %s documents (%s tokens) to train on, %s (%s tokens) held out"
         fields = ("num_documents", "num_tokens")
         counts = [sum(getattr(x, field) for x in stores) for stores in (train_stores, held_out) for field in fields]
@@ -81,22 +80,22 @@ def load_corpora(config: DataConfig, lossy: bool = False, validation_fraction: f
     The arguments are those of `load_corpus`. With `data.validation_path`, all documents of raw text are trained on.
 
     Raises:
-        InputError: as in `load_corpus`, or the corpora have different tokenizers.
+        InputError: as in `load_corpus`; all texts must have the same tokenizer, by default that of a prepared corpus.
     """
     allowed = "must be the path of text or of a corpus: this model was imported, and its training text is unknown"
     require(bool(config.weights), "data.path", config.path, allowed)
-    field = "data.path" if config.mixture is None else "data.mixture"
-    if config.validation_path is not None:
-        validation_fraction = 0.0
-    corpora = {path: load_corpus(config, lossy, path, field, validation_fraction) for path in config.weights}
+    field, held_out = "data.path" if config.mixture is None else "data.mixture", config.validation_path
+    texts = dict.fromkeys(config.weights, field) | ({} if held_out is None else {held_out: "data.validation_path"})
+    if config.tokenizer is None and len(texts) > 1:
+        found = next(filter(None, (find_corpus(path, config, name) for path, name in texts.items())), None)
+        if found is not None:
+            file = found / "train" / TOKENIZER_FILE
+            config = dataclasses.replace(config, tokenizer=str(file) if file.exists() else Bytes.name)
+    fraction = validation_fraction if held_out is None else 0.0
+    corpora = {path: load_corpus(config, lossy, path, field, fraction) for path in config.weights}
     train, validation = ({path: getattr(each, split) for path, each in corpora.items()} for split in SPLITS)
-    if config.validation_path is not None:
-        tokenizer = config.tokenizer or str(next(iter(train.values())).directory / TOKENIZER_FILE)
-        config = dataclasses.replace(config, tokenizer=tokenizer if Path(tokenizer).exists() else Bytes.name)
-        held_out = load_corpus(config, lossy, config.validation_path, "data.validation_path", 1.0)
-        validation = {config.validation_path: held_out.validation}
-    tokenizers = {path: store.sidecar.tokenizer for path, store in (train | validation).items()}
-    require(len(set(tokenizers.values())) == 1, "tokenizers", tokenizers, "must be the same for all texts of a run")
+    if held_out is not None:
+        validation = {held_out: load_corpus(config, lossy, held_out, texts[held_out], 1.0).validation}
     return Corpora(train, validation, config.weights)
 
 

@@ -27,7 +27,7 @@ def show(directory: Path) -> None:
     print(f"skipped: {described(record.skipped)}")
     print(f"bad: {described(record.rejected)}" + (f"; see {directory / REJECTED_FILE}" if record.rejected else ""))
     print(f"documents that cannot be decoded exactly from their tokens: {record.num_lossy:,}")
-    if corpus.validation.num_documents < FEW_DOCUMENTS:
+    if corpus.validation.num_documents < FEW_DOCUMENTS and corpus.train.num_documents:
         print("few documents to evaluate on: a larger --validation_fraction holds out more")
     for store in (corpus.train, corpus.validation):
         if store.num_documents:
