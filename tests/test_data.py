@@ -274,6 +274,8 @@ def test_a_text_for_validation_is_used_whole_and_so_is_the_other(tmp_path: Path)
     (train,), (validation,) = corpora.train.values(), corpora.validation.values()
     assert Counter(texts(train)) == Counter(DOCUMENTS[:9])
     assert Counter(texts(validation)) == Counter(DOCUMENTS[20:])
+    single = load_corpora(dataclasses.replace(both, path=str(one / "2.txt"), validation_path=str(other / "0.txt")))
+    assert [texts(store) for store in single.stores("all")] == [[DOCUMENTS[2]], [DOCUMENTS[20]]]
     (other / "new.txt").write_bytes(b"more")
     assert load_corpora(both).digest != corpora.digest
     with pytest.raises(InputError, match=r"data\.validation_path = '/nowhere': input = "):
