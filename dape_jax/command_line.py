@@ -1,6 +1,7 @@
 """Command lines: flags from dataclasses, quiet libraries, one-line errors for bad input."""
 
 import dataclasses
+import io
 import logging
 import os
 import re
@@ -66,6 +67,8 @@ def run(
     def call(arguments: list[str]) -> None:
         main(*map(from_flags, settings[:1]), *arguments[1:])
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for text that the locale cannot represent
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # None if it was closed, as by `2>&-`
     sys.unraisablehook = _print_unraisable
     for each in settings:

@@ -127,7 +127,8 @@ def test_standard_library_of_this_interpreter(tmp_path: Path, monkeypatch):
 
 # the split
 
-documents_of_any_bytes = st.lists(st.binary(min_size=1, max_size=50).map(lambda b: b.replace(b"\0", b" ")), max_size=12)
+# The first bytes of a compressed file, an encoding or JSON would be taken as such.
+documents_of_any_bytes = st.lists(st.binary(max_size=50).map(lambda b: b"x" + b.replace(b"\0", b" ")), max_size=12)
 
 
 @quick
@@ -274,8 +275,6 @@ def test_a_text_for_validation_is_used_whole_and_so_is_the_other(tmp_path: Path)
     (train,), (validation,) = corpora.train.values(), corpora.validation.values()
     assert Counter(texts(train)) == Counter(DOCUMENTS[:9])
     assert Counter(texts(validation)) == Counter(DOCUMENTS[20:])
-    single = load_corpora(dataclasses.replace(both, path=str(one / "2.txt"), validation_path=str(other / "0.txt")))
-    assert [texts(store) for store in single.stores("all")] == [[DOCUMENTS[2]], [DOCUMENTS[20]]]
     (other / "new.txt").write_bytes(b"more")
     assert load_corpora(both).digest != corpora.digest
     with pytest.raises(InputError, match=r"data\.validation_path = '/nowhere': input = "):
@@ -455,11 +454,13 @@ def test_nothing_to_read_names_the_path(tmp_path: Path, path: str):
 
 
 @pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
-def test_an_empty_split_names_the_fraction(tmp_path: Path, fraction: float):
+def test_the_end_is_held_out_if_the_hash_leaves_a_split_empty(tmp_path: Path, fraction: float):
     made_config = config(write(tmp_path / "text", DOCUMENTS), tmp_path / "cache", validation_fraction=fraction)
-    with pytest.raises(InputError, match=rf"data.path = .*validation_fraction = {fraction!r}: must leave"):
-        load_corpus(made_config)
-    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+    loaded = load_corpus(made_config)
+    train, validation = texts(loaded.train), texts(loaded.validation)
+    in_order = [DOCUMENTS[i] for i in sorted(range(len(DOCUMENTS)), key=lambda i: f"{i}.txt")]
+    assert b"".join([*train, *validation]) == b"".join(in_order)
+    assert min(len(b"".join(train)), len(b"".join(validation))) <= 100  # the nearest white space
 
 
 # batches: windows

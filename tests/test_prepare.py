@@ -11,6 +11,7 @@ import logging
 import lzma
 import os
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -29,15 +30,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from dape_jax.data.prepare import build, command
+from dape_jax.data.prepare import build, command, records
+from dape_jax.data.prepare import texts as prepare_texts
 from dape_jax.data.prepare.build import REJECTED_FILE
 from dape_jax.data.prepare.command import PrepareConfig, prepare
+from dape_jax.data.prepare.formats import zstd
 from dape_jax.data.prepare.inputs import find_files
 from dape_jax.data.prepare.megatron import read_documents as read_ids
-from dape_jax.data.prepare.records import Bad, read_documents, split_of, zstd
+from dape_jax.data.prepare.records import Bad, read_documents, split_of
 from dape_jax.data.prepare.show import show
 from dape_jax.data.store import Corpus, DataConfig, open_corpus
-from dape_jax.data.tokenizers import read_tokenizer
+from dape_jax.data.tokenizers import END_TOKENS, read_tokenizer, train_bpe
 from dape_jax.errors import InputError
 from dape_jax.training.source import load_corpus
 
@@ -68,6 +71,7 @@ def record(i: int, text: str) -> dict:
         "meta": {"pile_set_name": SETS[i % 2], "year": 2000 + i, "ok": True},
         "other": [{"a": None}],
         "day": f"2020-01-0{i % 9 + 1}",
+        "a.year": 2000 + i,
     }
 
 
@@ -110,15 +114,28 @@ def write_input(kind: str, root: Path) -> str:
             return f"{root}/0.jsonl,{root}/[123]*.jsonl"
         case "jsonl":
             content = b"\xef\xbb\xbf" + lines.replace(b"\n", b"\r\n\r\n").rstrip()  # as Windows may write it
-        case "jsonl.gz" | "JSONL.ZST" | "json.xz":
+        case "utf16.jsonl":
+            content = lines.decode().encode("utf-16")
+        case "txt" | "json" | "plain.jsonl.gz":  # as if decompressed on its way here
+            content = lines
+        case "array.json":
+            content = json.dumps(RECORDS, indent=1).encode()
+        case "array.json.gz":
+            content = gzip.compress(json.dumps(RECORDS).encode())
+        case "jsonl.gz" | "JSONL.ZST" | "json.xz" | "gz" | "bz2":
             content = members(COMPRESS[kind.lower().rpartition(".")[2]])
+        case "encoded":
+            for i, text in enumerate(DOCUMENTS):
+                encoding = ("utf-8-sig", "utf-16", "utf-32")[i % 3]
+                (root / f"{i:02}.txt").write_bytes(text.encode(encoding))
+            return str(root)
         case "text.gz":
             for i, text in enumerate(DOCUMENTS):
                 suffix, compress = [*COMPRESS.items()][i % len(COMPRESS)]
                 (root / f"{i:02}.tex.{suffix}").write_bytes(compress(text.encode()))
             return str(root)
-        case "parquet":
-            columns = {name: [r[name] for r in RECORDS] for name in ("other", "text", "meta")}
+        case "parquet" | "parquet.part":
+            columns = {name: [r[name] for r in RECORDS] for name in ("other", "text", "meta", "a.year")}
             content = parquet_file(**columns, day=[datetime.date.fromisoformat(r["day"]) for r in RECORDS])
         case "dictionary.parquet":
             content = parquet_file(text=pyarrow.array(DOCUMENTS).dictionary_encode(), meta=[r["meta"] for r in RECORDS])
@@ -126,7 +143,19 @@ def write_input(kind: str, root: Path) -> str:
     return f"{root}/*"
 
 
-KINDS = ("text", "text.gz", "parts.jsonl", "jsonl", "jsonl.gz", "JSONL.ZST", "json.xz", "parquet", "dictionary.parquet")
+KINDS = ("text", "text.gz", "encoded", "utf16.jsonl", "txt", "json", "plain.jsonl.gz", "array.json", "array.json.gz")
+KINDS += (
+    "gz",
+    "bz2",
+    "parquet.part",
+    "parts.jsonl",
+    "jsonl",
+    "jsonl.gz",
+    "JSONL.ZST",
+    "json.xz",
+    "parquet",
+    "dictionary.parquet",
+)
 
 
 def config(source: str | Path, to: str | Path, **changes) -> PrepareConfig:
@@ -214,6 +243,7 @@ def test_ids_of_another_tokenizer_stop_it(tmp_path: Path, wrong: int):
         (("meta.pile_set_name=ArXiv|Books3", "meta.year=2003|2004|1999"), lambda i: i in (3, 4)),
         (("meta.ok=true", "meta.year=2001|2002|2005|2010"), lambda i: i in (1, 2, 5, 10)),
         (("day=2020-01-03",), lambda i: i % 9 == 2),
+        (("a.year=2003.0|2004",), lambda i: i in (3, 4)),
     ],
 )
 def test_where_chooses_records(tmp_path: Path, kind: str, where: tuple[str, ...], kept: Callable[[int], bool]):
@@ -222,6 +252,42 @@ def test_where_chooses_records(tmp_path: Path, kind: str, where: tuple[str, ...]
     assert sorted(texts(prepared.corpus)) == sorted(text for i, text in enumerate(DOCUMENTS) if kept(i))
     assert prepared.record.skipped == {"filtered": sum(not kept(i) for i in range(len(DOCUMENTS)))}
     assert not prepared.record.rejected
+
+
+def test_times_and_numbers_match_however_they_are_written(tmp_path: Path):
+    days = [datetime.datetime(2020, 1, 1 + i % 3, 12 * (i % 2)) for i in range(len(DOCUMENTS))]
+    columns = {"text": DOCUMENTS, "at": days, "tz": pyarrow.array(days, pyarrow.timestamp("ns", "UTC"))}
+    odd = {
+        "map": pyarrow.array([[("a", 1)]] * 40, pyarrow.map_(pyarrow.string(), pyarrow.int8())),
+        "n": [2.0, None] * 20,
+    }
+    source = write(tmp_path / "a.parquet", parquet_file(**columns, **odd))
+
+    def kept(number: int, *where: str) -> list[str]:
+        return sorted(
+            texts(prepare(config(source, tmp_path / f"{number}", where=where, validation_fraction=0.5)).corpus)
+        )
+
+    for number, field in enumerate(("at", "tz")):
+        assert kept(2 * number, f"{field}=2020-01-02") == sorted(DOCUMENTS[i] for i in range(40) if i % 6 == 4)
+        noon = kept(2 * number + 1, f"{field}=2020-01-02T12:00:00|2020-01-03T12:00Z|2020-01-03 12:00")
+        assert noon == sorted(DOCUMENTS[i] for i in range(40) if i % 6 in (1, 5))
+    assert kept(9, "n=2") == sorted(DOCUMENTS[::2])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("metta.year=2001", r"'metta\.year' is in no record; fields: .*meta"),
+        ("meta.yaer=2001", r"'meta\.yaer' is in no record"),
+        ("meta.year=1999", r"'meta\.year' is 2000 or 2001 or"),
+        ("meta=ArXiv", r"'meta' is dict \(--where cannot compare it\)"),
+    ],
+)
+def test_a_filter_without_a_match_is_explained(tmp_path: Path, kind: str, where: str, message: str):
+    with pytest.raises(InputError, match=f"no documents found: 40 filtered; {message}"):
+        prepare(config(write_input(kind, tmp_path / "in"), tmp_path / "out", where=(where,)))
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
@@ -249,15 +315,203 @@ def test_another_field_and_mixed_files(tmp_path: Path):
     assert again.corpus.digest == prepared.corpus.digest
 
 
+# one text, few documents, separators, a validation set of the user
+
+
+TEXT = "".join(f"line {i}: {'naïve café, 日本語' * (i % 3)}\n" for i in range(300))
+FORMS = {
+    "lines": TEXT,
+    "no breaks": TEXT.replace("\n", " "),
+    "no spaces": "日本語" * 3000,
+    "windows": TEXT.replace("\n", "\r\n"),
+    "json": json.dumps({"name": TEXT}, indent=1, ensure_ascii=False),
+    "array": json.dumps([{"name": TEXT}], ensure_ascii=False),
+}
+
+
+@pytest.mark.parametrize("piece", [2**24, 99])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_end_of_one_text_is_held_out(tmp_path: Path, form: str, piece: int):
+    text = FORMS[form]
+    files = {"a.txt": text.encode(), "b": gzip.compress(text.encode("utf-16")), "c.json": text.encode("utf-8-sig")}
+    digests = set()
+    with changed(records, PIECE_BYTES=piece):
+        for name, content in files.items():
+            made = prepare(config(write(tmp_path / name, content), tmp_path / f"out {name}")).corpus
+            made_texts = texts(made)  # decoded: no character is cut
+            assert "".join(made_texts) == text
+            assert max(len(each.encode()) for each in made_texts) <= piece
+            held_out = "".join(made_texts[made.train.num_documents :])
+            assert -1 <= len(held_out.encode()) - 0.3 * len(text.encode()) <= 1024
+            assert (form, piece) != ("lines", 2**24) or all(each.endswith("\n") for each in made_texts)
+            digests.add(made.digest)
+    assert len(digests) == 1
+
+
+def test_training_takes_one_text_as_preparation_does(tmp_path: Path, caplog):
+    source = write(tmp_path / "input.txt", TEXT.encode())
+    data = DataConfig(str(source), "bytes", str(tmp_path / "cache"), 0.01, 0)
+    with caplog.at_level(logging.INFO, "dape_jax"):
+        made = load_corpus(data)
+        again = load_corpus(data)
+    assert caplog.text.count("held out: about the last 1 %") == 2
+    prepared = prepare(PrepareConfig(input=(str(source),), output=str(tmp_path / "out"), tokenizer="bytes"))
+    assert made.digest == again.digest == prepared.corpus.digest
+
+
+@pytest.mark.parametrize("kind", ["record", "copies", "ids", "one of two", "bpe"])
+def test_few_documents_are_divided_at_a_position(tmp_path: Path, kind: str):
+    line = json.dumps({"text": TEXT}).encode() + b"\n"
+    options: dict = {"validation_fraction": 0.1}
+    match kind:
+        case "record":
+            source = write(tmp_path / "a.jsonl", line)
+        case "copies":
+            source = write(tmp_path / "a.jsonl", line * 3)
+        case "ids":
+            source = write_pair(tmp_path / "a", [[[*TEXT.encode(), 256]]]).with_suffix(".bin")
+        case "one of two":
+            write(tmp_path / "b.txt", b"caf\xe9 \0" * 9)
+            source = write(tmp_path / "a.txt", TEXT.encode()).parent / "*.txt"
+        case "bpe":  # trained on the train split, and its tokens are counted
+            options |= {"tokenizer": None, "train_bpe": 300}
+            write(tmp_path / "b.txt", b"caf\xe9" * 9999)  # not Unicode, so not counted
+            source = write(tmp_path / "c.txt", TEXT.encode()).parent / "*.txt"
+    made = prepare(config(source, tmp_path / "out", **options))
+    whole = TEXT * (3 if kind == "copies" else 1)
+    assert "".join(texts(made.corpus)) == whole
+    validation = "".join(texts(made.corpus)[made.corpus.train.num_documents :])
+    assert 0 <= len(validation.encode()) - 0.1 * len(whole.encode()) <= 1024
+    assert_same(prepare(config(source, tmp_path / "out", **options)), made)
+
+
+@quick
+@given(
+    documents=st.lists(st.text("ab-=", max_size=12).filter(lambda text: "==" not in f"={text}="), max_size=9),
+    block=st.integers(1, 9),
+    longest=st.integers(2, 9),
+)
+def test_separators_divide_a_text(documents: list[str], block: int, longest: int):
+    with tempfile.TemporaryDirectory() as root, changed(prepare_texts, _BLOCK=block):
+        file = write(Path(root, "a.txt"), "\r\n==\n".join(documents).encode())
+        (found,) = find_files([str(file)])
+        made = [
+            item for _, item in read_documents(found, config(file, "out", document_separator="==", max_length=longest))
+        ]
+    kept = [text for text in documents if text]
+    assert len(made) == len(kept)
+    for item, text in zip(made, kept, strict=True):
+        assert item == text.encode() or (item == "too long" and len(text) + 3 > longest)
+
+
+def test_a_separator_is_given_with_escapes_and_named_if_it_is_seen(tmp_path: Path, caplog):
+    stories = "<|endoftext|>\n".join(text.replace("\n", " ") + "\n" for text in DOCUMENTS)
+    source = write(tmp_path / "stories.txt", stories.encode())
+
+    def warned(output: str, **options) -> tuple[int, str]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "dape_jax"):
+            return sum(prepare(config(source, tmp_path / output, **options)).record.num_documents.values()), caplog.text
+
+    number, said = warned("a")
+    (advice,) = re.findall("--document_separator='(.*)' ", said)
+    assert (number, warned("b", document_separator=advice)) == (2, (40, ""))
+    assert "'###': separates nothing" in warned("c", document_separator="###")[1]
+    write(source, "\n\n".join(text.replace("\n", "") for text in DOCUMENTS).encode())
+    assert warned("d", document_separator=r"\n\n") == (40, "")
+    data = DataConfig(str(source), "bytes", str(tmp_path / "cache"), 0.3, 0, document_separator="\n\n")
+    assert load_corpus(data).digest == open_corpus(tmp_path / "d").digest
+
+
+def test_the_files_of_a_validation_set_are_held_out(tmp_path: Path):
+    write_input("text", tmp_path / "in")
+    given = config(tmp_path / "in", tmp_path / "out", validation=(f"{tmp_path}/in/0*.tex",), max_length=50)
+    made = prepare(dataclasses.replace(given, max_length=2**20)).corpus
+    assert texts(made) == DOCUMENTS[10:] + DOCUMENTS[:10]  # also those that are in the input
+    with pytest.raises(InputError, match=r"validation = .*nothing': no files there"):
+        prepare(dataclasses.replace(given, output=str(tmp_path / "b"), validation=(str(tmp_path / "nothing"),)))
+    train, test = (write(tmp_path / f"{name}.txt", TEXT.encode()) for name in ("train", "test"))
+    made = prepare(config(train, tmp_path / "c", validation=(str(test),), max_length=1000)).corpus
+    assert "".join(texts(made)) == 2 * TEXT  # longer texts are cut, if nothing else is in their split
+    write(tmp_path / "empty.txt")
+    with pytest.raises(InputError, match=r"validation = .*no documents found: 1 too short"):
+        prepare(config(train, tmp_path / "d", validation=(str(tmp_path / "empty.txt"),)))
+
+
+def test_recipes_of_older_corpora_are_unchanged(tmp_path: Path):
+    given = config(write(tmp_path / "a.jsonl", *LINES), tmp_path / "out")
+    prepare(given)
+    recipe = json.loads((tmp_path / "out/recipe.json").read_text(encoding="utf-8"))
+    names = "format_version tokenizer text_field where min_length max_length validation_fraction input"
+    assert [*recipe] == names.split()
+    stat = (tmp_path / "a.jsonl").stat()
+    assert recipe["input"] == {str(tmp_path / "a.jsonl"): [stat.st_size, stat.st_mtime_ns]}
+    for option in ({"document_separator": "=="}, {"validation": given.input}):
+        with pytest.raises(InputError, match=r"was made with|no files|no documents"):
+            prepare(dataclasses.replace(given, **option))
+
+
+def test_what_is_left_out_is_named_at_every_start(tmp_path: Path, caplog):
+    write_input("text", tmp_path / "in")
+    for name, content in {
+        "a.png": b"\0",
+        "b.txt": b"",
+        "c.txt": b"",
+        "flat.bin": b"\1\0" * 99,
+        "d.gz": b"\x1f\x8b",
+    }.items():
+        write(tmp_path / "in" / name, content)
+    data = DataConfig(str(tmp_path / "in"), "bytes", str(tmp_path / "cache"), 0.3, 0)
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "dape_jax"):
+            directory = load_corpus(data).train.directory.parent
+        (said,) = caplog.messages
+        assert said.startswith(
+            "left out: 2 too short (b.txt, c.txt), 2 binary file (a.png, flat.bin), 1 damaged file (d.gz);"
+        )
+    assert sorted(Path(bad["file"]).name for bad in rejected(directory)) == [
+        "a.png",
+        "b.txt",
+        "c.txt",
+        "d.gz",
+        "flat.bin",
+    ]
+    assert [bad for bad in rejected(directory) if "token files without one are not supported" in bad["detail"]]
+    with pytest.raises(InputError, match=r"no documents found: 1 binary file; .*flat\.bin: 1: .*it has no \.idx"):
+        prepare(config(tmp_path / "in/flat.bin", tmp_path / "out", tokenizer=None, train_bpe=300))
+
+
+def test_windows_of_zstd_may_be_large(tmp_path: Path):
+    compressor = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 28})
+    source = write(tmp_path / "a.jsonl.zst", compressor.compress(b"".join(LINES)), compressor.flush())
+    assert sorted(texts(prepare(config(source, tmp_path / "out")).corpus)) == sorted(DOCUMENTS)
+
+
+def test_paths_and_text_in_the_c_locale(tmp_path: Path):
+    folder = os.fsencode(tmp_path) + b"/caf\xe9"
+    os.mkdir(folder)
+    for i in range(9):
+        write(Path(os.fsdecode(folder + b"/\xff%d.txt" % i)), f"naïve\ncafé {i}é\nnaïve".encode())
+    write(Path(os.fsdecode(folder + b"/\xfe.png")), b"\0")
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
+    more = (f"--document_separator={os.fsdecode('é'.encode())}\\n",)
+    printed, said = start(os.fsdecode(folder), tmp_path / "out", *more, env=environment).communicate()
+    assert (b"\xfe.png" in os.fsencode(rejected(tmp_path / "out")[0]["file"]), said.count("\n")) == (True, 1)
+    assert "na\\xefve" in printed
+    assert sorted(texts(open_corpus(tmp_path / "out"))) == sorted(
+        [f"naïve\ncafé {i}" for i in range(9)] + ["naïve"] * 9
+    )
+
+
 # bad records
 
 BAD_LINES = {
     b'{"text": "caf\xe9"}': "not JSON",
     b"{'text': 1}": "not JSON",
     b'{"text": "a"} {"text": "b"}': "not JSON",
-    b'{"text": "a", "n": ' + b"9" * 5000 + b"}": "not JSON",
     b"\0": "not JSON",
-    b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}": "not JSON",
+    b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}": "nested too deeply",
     b"[1]": "no text",
     b"null": "no text",
     b"{}": "no text",
@@ -271,11 +525,14 @@ def test_every_bad_record_is_named_by_file_and_line_and_left_out(tmp_path: Path)
     lines, expected = [], []
     name = str(tmp_path / "a\x1b[2J.jsonl")
     for i, (line, reason) in enumerate(BAD_LINES.items()):
-        good = LINES[i].replace(b'"other": ', b'"score": NaN, "other": ')  # many programs write NaN
+        # Many programs write NaN, and Python converts no integer of more than 4,300 digits by default.
+        good = LINES[i].replace(b'"other": ', b'"score": NaN, "n": ' + b"9" * 5000 + b', "other": ')
         lines += [good, b"  \n", line + b"\n"]
         expected.append((name, 3 * i + 3, reason))
     prepared = prepare(config(write(Path(name), *lines), tmp_path / "out", max_length=100))
     found = rejected(tmp_path / "out")
+    long = [3 * i + 1 for i in range(len(BAD_LINES)) if len(DOCUMENTS[i].encode()) > 100]
+    expected = sorted([*expected, *((name, line, "too long") for line in long)])
     assert [(bad["file"], bad["line"], bad["reason"]) for bad in found] == expected
     assert all(len(bad["detail"]) <= 200 for bad in found)
     assert prepared.record.rejected == dict(Counter(BAD_LINES.values()))
@@ -309,7 +566,7 @@ def test_bad_rows_and_files_of_parquet(tmp_path: Path):
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_damaged_archives_are_bad_records(tmp_path: Path, suffix: str):
     whole = COMPRESS[suffix](random.Random(0).randbytes(100_000).hex().encode())
-    for name, content in (("cut", whole[:-50]), ("garbage", b"garbage, not compressed")):
+    for name, content in (("cut", whole[:-50]), ("garbage", b"garbage \xff, neither compressed nor text")):
         (tmp_path / name).mkdir()
         assert reasons(write(tmp_path / name / f"a.txt.{suffix}", content)) == [(1, "damaged file")], name
 
@@ -557,7 +814,6 @@ def test_text_that_a_tokenizer_cannot_take_is_bad(tmp_path: Path):
         ({"where": ("meta.ok=no",)}, "no documents found: 40 filtered"),
         ({"text_field": "words"}, "no documents found: 40 no text"),
         ({"min_length": 9, "max_length": 8}, "max_length = 8"),
-        ({"validation_fraction": 1e-9}, "validation_fraction = 1e-09: must leave documents for both .* of the 40"),
         ({"validation_fraction": float("nan")}, "validation_fraction = nan"),
         ({"workers": 0}, "workers = 0"),
     ],
@@ -569,6 +825,86 @@ def test_wrong_input_is_one_line(tmp_path: Path, changes: dict, message: str):
     assert "\n" not in str(caught.value)
     # A rejected command leaves no files that would make the corrected command fail.
     assert not {"out", "out.partial"} & {path.name for path in tmp_path.iterdir()}
+
+
+# The options of a refused command, and those of its message's advice.
+ADVICE: dict[str, tuple[dict, str, Callable[[re.Match], dict]]] = {
+    "both": ({"train_bpe": 300}, "--tokenizer=(bytes)", lambda found: {"train_bpe": None, "tokenizer": found[1]}),
+    "small": ({"tokenizer": None, "train_bpe": 9}, r"must be (\d+)", lambda found: {"train_bpe": int(found[1])}),
+    "lossy": ({"tokenizer": "UPPER"}, "dape-prepare --(lossy)", lambda found: {found[1]: True}),
+    "end": (
+        {"tokenizer": "NO_END"},
+        r"--(\w+) of dape-prepare names another of \['(.*)'\]",
+        lambda found: {found[1]: found[2]},
+    ),
+    "no end": (
+        {"tokenizer": "NO_END", "end_of_document": "x"},
+        r"(\w+) = .*one of added_tokens: \['(.*)'\]",
+        lambda found: {found[1]: found[2]},
+    ),
+    "field": ({"text_field": "words"}, r"fields: (\w+)", lambda found: {"text_field": found[1]}),
+    "condition": (
+        {"where": ("meta.tag=a",)},
+        r"fields: .*(day)",
+        lambda found: {"where": (f"{found[1]}=2020-01-03|2020-01-04",)},
+    ),
+    "values": (
+        {"where": ("meta.ok=yes",)},
+        "'(meta.ok)' is (True)",
+        lambda found: {"where": (f"{found[1]}={found[2].lower()}",)},
+    ),
+    "recipe": (
+        {"max_length": 10**6, "output": "MADE"},
+        "must be (16777216).* for another, give a (new output)",
+        lambda found: {"output": "NEW"},
+    ),
+    "same": (
+        {"max_length": 10**6, "output": "MADE"},
+        "must be (16777216)",
+        lambda found: {"max_length": int(found[1])},
+    ),
+    "length": (
+        {"min_length": 9, "max_length": 8},
+        "min_length = (9)",
+        lambda found: {"max_length": int(found[1]) + 99},
+    ),
+    "ids": (
+        {"input": "PAIR", "tokenizer": None, "train_bpe": 300},
+        "give their tokenizer, --(tokenizer)",
+        lambda found: {"train_bpe": None, found[1]: "bytes"},
+    ),
+    "remote": ({"output": "gs://bucket/a"}, "must be a new local directory", lambda found: {"output": "NEW"}),
+}
+
+
+@pytest.mark.parametrize("case", ADVICE)
+def test_the_advice_of_every_message_works(tmp_path: Path, case: str):
+    bpe = json.loads(train_bpe(DOCUMENTS, 300).content)
+    no_end = json.loads(json.dumps(bpe).replace(END_TOKENS[0], "<|end|>"))
+    files = {
+        "UPPER": write(tmp_path / "upper.json", json.dumps(bpe | {"normalizer": {"type": "Lowercase"}}).encode()),
+        "NO_END": write(tmp_path / "no_end.json", json.dumps(no_end).encode()),
+        "PAIR": write_pair(tmp_path / "pair", [[[*text.encode()]] for text in DOCUMENTS]).with_suffix(".bin"),
+        "MADE": tmp_path / "made",
+        "NEW": tmp_path / "new",
+    }
+    lines = [json.dumps(content | {"text": content["text"].upper()}).encode() + b"\n" for content in RECORDS]
+    source = write(tmp_path / "in.jsonl", *lines)
+    prepare(config(source, tmp_path / "made"))
+    refused, pattern, advice = ADVICE[case]
+    plain = {"input": str(source), "output": str(tmp_path / "out"), "tokenizer": "bytes", "validation_fraction": 0.3}
+
+    def prepare_with(options: dict) -> None:
+        named = {
+            name: str(files.get(value, value)) if isinstance(value, str) else value for name, value in options.items()
+        }
+        prepare(PrepareConfig(**named | {"input": (named["input"],)}))
+
+    with pytest.raises(InputError, match=pattern) as caught:
+        prepare_with(plain | refused)
+    found = re.search(pattern, str(caught.value))
+    assert found
+    prepare_with(plain | refused | advice(found))
 
 
 def test_a_vocabulary_is_not_trained_on_ids(tmp_path: Path):

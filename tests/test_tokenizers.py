@@ -277,7 +277,7 @@ def test_documents_that_another_model_changes_are_counted(tmp_path, caplog):
     for number in range(12):
         (documents / f"{number}.txt").write_text(f"document {number}" + (" ▁ " if number % 4 == 0 else " of words é"))
     config = DataConfig(str(documents), file, str(tmp_path / "cache"), 0.5, 0)
-    with pytest.raises(InputError, match=r"data.path = .*: must decode to the text; --lossy accepts"):
+    with pytest.raises(InputError, match=r"data.path = .*: must decode to the text; dape-prepare --lossy accepts"):
         load_corpus(config)
     for _ in range(2):  # built, and then found
         caplog.clear()
@@ -392,6 +392,25 @@ def test_a_workdir_with_another_tokenizer_is_refused_before_the_run_begins(tmp_p
     with pytest.raises(InputError, match="must be bytes or missing"):
         train(tiny.spec(tmp_path), workdir)
     assert {file.name for file in workdir.iterdir()} == {TOKENIZER_FILE, "run.lock"}
+
+
+def test_any_added_token_may_end_documents_and_is_remembered(tmp_path):
+    (tmp_path / "text").mkdir()
+    for number in range(12):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"the scores {number} of a text")
+    spec = write(tmp_path, json.loads(json.dumps(FORMS["trained"]).replace(END_TOKENS[0], "<|stop|>")))
+    fields = {"input": (str(tmp_path / "text"),), "validation_fraction": 0.5, "output": str(tmp_path / "out")}
+    with pytest.raises(InputError, match=r"--end_of_document of dape-prepare names another of \['<\|stop\|>'\]"):
+        prepare(PrepareConfig(**fields, tokenizer=spec))
+    with pytest.raises(InputError, match=r"end_of_document = '<eos>': must be one of added_tokens: \['<\|stop\|>'\]"):
+        prepare(PrepareConfig(**fields, tokenizer=spec, end_of_document="<eos>"))
+    made = prepare(PrepareConfig(**fields, tokenizer=spec, end_of_document="<|stop|>")).corpus
+    end = library.Tokenizer.from_file(spec).token_to_id("<|stop|>")
+    assert made.train.tokenizer.end_of_document == end == made.train.document(0)[-1]
+    saved = DataConfig(str(tmp_path / "text"), str(tmp_path / "out/tokenizer.json"), str(tmp_path / "cache"), 0.5, 0)
+    assert load_corpus(saved).digest == made.digest
+    # The library, and so transformers, reads the saved file.
+    assert library.Tokenizer.from_file(saved.tokenizer).token_to_id("<|stop|>") == end
 
 
 # loss and refusals

@@ -61,6 +61,7 @@ def text(**fields: Any) -> Fields:
         cache_dir="data",
         validation_fraction=0.05,
         seed=0,
+        document_separator=None,  # text between the documents of a text file, such as "<|endoftext|>"
         packing="stream",  # "documents": packed documents that do not see each other
         validation_path=None,  # another text, all of it for validation
         mixture=None,  # "TEXT=0.7,TEXT=0.3": several texts with their weights, in place of path

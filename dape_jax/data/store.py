@@ -67,6 +67,7 @@ class DataConfig:
     # "stream": windows of the concatenated documents, as in the paper; "documents": packed documents that do not see
     # each other, with positions that restart (`batches.PackedDocuments`)
     packing: str = "stream"
+    document_separator: str | None = None  # between the documents of a text file; see `prepare.config`
     # Text for validation, in the form of `path`: all of its documents, and all those of raw text at `path` are trained
     # on. A prepared corpus has its own splits. None: documents of `path`.
     validation_path: str | None = dataclasses.field(default=None, metadata={"resumable": True})

@@ -29,9 +29,9 @@ from dape_jax.storage import to_path
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
-# The first of these in the file's vocabulary is the end-of-document token.
+# The end-of-document token is the added token of the file with "end_of_document": true, or else the first of these.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
-
+_END_MARK = "end_of_document"
 _PIECE_CHARS = 2**18  # encoding needs more than 100 bytes of memory per byte of text
 _TRAINING_PIECE_CHARS = 2**14  # training processes 256 pieces at a time
 
@@ -60,18 +60,21 @@ class HfTokenizer:
     Unigram, WordPiece, WordLevel) are decoded by the library: a token's text may depend on the tokens before it.
 
     The attributes are those of `Bytes`, and `content`: the file, with sorted keys. It is pickled as `content`. `where`
-    is the name of the file in messages.
+    is the name of the file in messages. `end` is the added token that ends a document; `content` marks it, so that the
+    saved file needs no other record.
 
     Raises:
-        InputError: the library rejects the file, or gives tokens other ids than the file.
+        InputError: the library rejects the file, or gives tokens other ids than the file, or there is no such `end`.
 
     Differs: special tokens that occur in a text are encoded as ordinary text, so that no text can end a document; no
         special tokens are added to a text, and the file's truncation and padding are ignored.
     """
 
-    def __init__(self, content: str | bytes, where: str = "the tokenizer"):
+    def __init__(self, content: str | bytes, where: str = "the tokenizer", end: str | None = None):
         try:
             parsed: Any = json.loads(content)
+            for token in parsed["added_tokens"] if end is not None else ():
+                token[_END_MARK] = token["content"] == end
             self.content = json.dumps(parsed, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
             digest = hashlib.sha256(self.content.encode()).hexdigest()
             self._library = tokenizers.Tokenizer.from_str(self.content)
@@ -84,9 +87,15 @@ class HfTokenizer:
         model, vocab = self._library.model, self._library.get_vocab(with_added_tokens=False)
         added = self._library.get_added_tokens_decoder()
         id_of = {token.content: id for id, token in added.items()}
-        end = next((token for token in END_TOKENS if token in id_of), None)
+        require(end is None or end in id_of, "end_of_document", end, f"must be one of added_tokens: {list(id_of)[:20]}")
+        marked = [token["content"] for token in parsed["added_tokens"] if token.get(_END_MARK)]
+        end = next((token for token in (*marked, *END_TOKENS) if token in id_of), None)
         if end is None:
-            raise InputError(f"{where}: added_tokens must have an end-of-document token: {' or '.join(END_TOKENS)}")
+            usual, advice = (
+                " or ".join(END_TOKENS),
+                f"; --end_of_document of dape-prepare names another of {list(id_of)}",
+            )
+            raise InputError(f"{where}: added_tokens must have an end-of-document token: {usual}{advice[:500]}")
         for token in parsed["added_tokens"]:  # the library numbers them consecutively and ignores the ids in the file
             found, name = id_of[token["content"]], f"added token {token['content']!r}"
             require(found == token["id"], f"{where}: {name}: id", token["id"], f"must be {found}, the library's id")
@@ -142,8 +151,10 @@ class HfTokenizer:
 Tokenizer = Bytes | HfTokenizer
 
 
-def read_tokenizer(spec: str, field: str = "data.tokenizer") -> Tokenizer:
+def read_tokenizer(spec: str, field: str = "data.tokenizer", end: str | None = None) -> Tokenizer:
     """Return the tokenizer named by a config or a command line: "bytes", or the path of a `tokenizer.json`.
+
+    `end` is the token of the file that ends a document, or None for the usual one.
 
     Raises:
         InputError: the name is invalid, or the file is damaged. The message names `field`.
@@ -156,7 +167,7 @@ def read_tokenizer(spec: str, field: str = "data.tokenizer") -> Tokenizer:
     except (OSError, ValueError) as error:  # ValueError: a NUL byte
         allowed = f"must be {Bytes.name!r}, or the path of a Hugging Face {TOKENIZER_FILE} that can be read"
         raise InputError(f"{where}: {allowed}: {error}") from error
-    return HfTokenizer(content, where)
+    return HfTokenizer(content, where, end)
 
 
 def saved_tokenizer(directory: epath.PathLike) -> Tokenizer:

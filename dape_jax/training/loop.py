@@ -296,8 +296,9 @@ def make_validation(
         losses = {path: mean_nll(params, batches) for path, batches in validation.items()}
         if len(losses) == 1:
             return {"loss_nats": next(iter(losses.values()))}
-        mean = np.average(list(losses.values()), weights=[weights[path] for path in losses])
-        return {"loss_nats": float(mean)} | {f"loss_nats/{path}": loss for path, loss in losses.items()}
+        weights = {path: run.data.weights[path] for path in losses}
+        mean = sum(weights[path] * loss for path, loss in losses.items()) / sum(weights.values())
+        return {"loss_nats": mean} | {f"loss_nats/{path}": loss for path, loss in losses.items()}
 
     def of_task(params: Params) -> dict[str, float]:
         (batches,) = validation.values()
@@ -308,5 +309,5 @@ def make_validation(
     if isinstance(run, TaskRunConfig):
         sums_step = make_sums_step(graphdef)
         return of_task
-    nll_step, weights = make_nll_step(graphdef, run.train.train_length), run.data.weights
+    nll_step = make_nll_step(graphdef, run.train.train_length)
     return of_corpora

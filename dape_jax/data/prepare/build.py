@@ -4,7 +4,7 @@ In: input files (`inputs`), a selection (`records`) and a tokenizer. Out: WORK/c
 
     corpus/             train/ and validation/: see `store`
                         record.json     the fields of `Record`
-                        rejected.jsonl  the bad records: file, line, reason, detail
+                        rejected.jsonl  what was left out, except by --where: file, line, reason, detail
     train.lengths  validation.lengths   int64[num_documents]: tokens of each document
     progress.json       number of complete input files, sizes of the files above at that time, and the record
 
@@ -29,7 +29,8 @@ from jaxtyping import Integer
 
 from dape_jax.data.prepare.config import PrepareConfig, Skipped
 from dape_jax.data.prepare.inputs import InputFile
-from dape_jax.data.prepare.records import Bad, Content, read_documents, split_of
+from dape_jax.data.prepare.selection import Bad
+from dape_jax.data.prepare.splits import Found, described, divided
 from dape_jax.data.store import (
     FORMAT_VERSION,
     OFFSETS_FILE,
@@ -41,20 +42,21 @@ from dape_jax.data.store import (
     token_dtype,
 )
 from dape_jax.data.tokenizers import HfTokenizer, Tokenizer, save_tokenizer
-from dape_jax.errors import InputError, require
+from dape_jax.errors import InputError, printable, require
 from dape_jax.files import read_json, write_json
 from dape_jax.progress import Progress
 
 CORPUS_DIRECTORY, PROGRESS_FILE = "corpus", "progress.json"
 RECORD_FILE, REJECTED_FILE = "record.json", "rejected.jsonl"
 
-MAX_LISTED = 100_000  # maximum bad records in rejected.jsonl; the rest are only counted
+MAX_LISTED = 100_000  # maximum records in rejected.jsonl; the rest are only counted
+_NAMES = 3  # of files in a line of the log
 _SAVE_BYTES = 2**26  # bytes of input between two saves of the progress, at least
 
 
 @dataclasses.dataclass
 class Record:
-    """Counts of a corpus."""
+    """Counts of a corpus; fields without values are of corpora made before they were added."""
 
     num_input_bytes: int = 0
     num_text_bytes: int = 0  # total size of the documents that are text
@@ -63,6 +65,7 @@ class Record:
     skipped: Counter[str] = dataclasses.field(default_factory=Counter)  # by reason
     rejected: Counter[str] = dataclasses.field(default_factory=Counter)  # by reason
     num_lossy: int = 0  # documents that their ids do not decode to
+    cut: int | None = None  # length of the documents before the end that is held out; None: whole documents are
 
 
 def read_record(file: Path) -> Record:
@@ -84,53 +87,53 @@ class Document(NamedTuple):
     is_lossy: bool
 
 
-def to_document(
-    config: PrepareConfig, tokenizer: Tokenizer, where: str, content: Content | Skipped | Bad
-) -> Document | Skipped | Bad:
+def to_document(config: PrepareConfig, tokenizer: Tokenizer, where: str, found: Found) -> Document | Skipped | Bad:
     """Return a record as a document, or why it is skipped or bad.
 
     Raises:
         InputError: ids are outside the vocabulary, or a document needs `lossy`. The message names `where`.
     """
+    content = found.content
     if isinstance(content, str | Bad):
         return content
-    if not isinstance(content, bytes) and len(content) and content[-1] == tokenizer.end_of_document:
-        content = content[:-1]
-    if reason := config.skips_length(len(content)):
-        return reason
+    assert found.split is not None
     if not isinstance(content, bytes):
         low, high = int(content.min()), int(content.max())
         allowed = f"must be 0 to {tokenizer.vocab_size - 1}, the ids of the tokenizer {tokenizer.name}"
         require(0 <= low and high < tokenizer.vocab_size, f"{where}: token id", low if low < 0 else high, allowed)
-        split = split_of(content.astype("<i8").tobytes(), config.validation_fraction)
-        return Document(split, content, num_text_bytes=0, is_lossy=False)
+        return Document(found.split, content, num_text_bytes=0, is_lossy=False)
     try:
         ids = tokenizer.encode(content)
     except InputError as error:
         return Bad("cannot be encoded", str(error))
     is_lossy = tokenizer.decode(ids) != content
-    allowed = "must decode to the text; --lossy accepts and counts documents that differ"
+    allowed = "must decode to the text; dape-prepare --lossy accepts and counts documents that differ"
     require(config.lossy or not is_lossy, f"{where}: tokenizer", tokenizer.name, allowed)
-    return Document(split_of(content, config.validation_fraction), ids, len(content), is_lossy)
+    return Document(found.split, ids, len(content), is_lossy)
 
 
 def build_corpus(
-    work: Path, files: list[InputFile], config: PrepareConfig, tokenizer: Tokenizer, fingerprint: str
+    work: Path,
+    files: list[InputFile],
+    config: PrepareConfig,
+    tokenizer: Tokenizer,
+    fingerprint: str,
+    cut: int | None,
 ) -> Record:
     """Build a corpus in `work / "corpus"`, and return its counts.
 
-    `work` is empty or has the progress of the same files and options; `fingerprint` identifies these in the sidecars.
+    `work` is empty or has the progress of the same files and options; `fingerprint` identifies these in the sidecars,
+    and `cut` is that of `splits.find_cut`.
 
     Raises:
         InputError: a split has no documents, a file cannot be read, or as in `to_document`.
     """
-    record, source = _write_documents(work, files, config, tokenizer), ",".join(config.input)
-    if len(record.num_documents) < (len(SPLITS) if 0 < config.validation_fraction < 1 else 1):
+    record, source = _write_documents(work, files, config, tokenizer, cut), ",".join(config.input)
+    has_both = bool(config.validation) or 0 < config.validation_fraction < 1
+    if len(record.num_documents) < 1 + has_both:
         shutil.rmtree(work)  # otherwise it would refuse the corrected flags
-        found = record.num_documents.total()
-        require(found > 0, "input", source, f"no documents found: {described(record.skipped, record.rejected)}")
-        allowed = f"must leave documents for both splits of the {found} in {source!r}; change it, or split the text"
-        raise InputError(f"validation_fraction = {config.validation_fraction}: {allowed} into more files or records")
+        counts = described(record.skipped, record.rejected)
+        raise InputError(f"input = {source!r}: must have text for both splits; left out: {counts}")
     for split in SPLITS:
         store, dtype = work / CORPUS_DIRECTORY / split, token_dtype(tokenizer.vocab_size)
         lengths = np.fromfile(work / f"{split}.lengths", "<i8")
@@ -160,22 +163,25 @@ def build_corpus(
     return record
 
 
-def _write_documents(work: Path, files: list[InputFile], config: PrepareConfig, tokenizer: Tokenizer) -> Record:
+def _write_documents(
+    work: Path, files: list[InputFile], config: PrepareConfig, tokenizer: Tokenizer, cut: int | None
+) -> Record:
     """Write the documents of all files that are not yet complete, and return the counts of all."""
     paths = {f"{split}.tokens": work / CORPUS_DIRECTORY / split / TOKENS_FILE for split in SPLITS}
     paths |= {f"{split}.lengths": work / f"{split}.lengths" for split in SPLITS}
     paths |= {REJECTED_FILE: work / CORPUS_DIRECTORY / REJECTED_FILE}
     progress: dict[str, Any] = {"num_files": 0, "sizes": dict.fromkeys(paths, 0), "record": {}}
-    if (work / PROGRESS_FILE).exists():
+    if cut is None and (work / PROGRESS_FILE).exists():  # the cut is at a position in all documents
         progress = read_json(work / PROGRESS_FILE)
-    record, num_complete, unsaved = _record_of(progress["record"]), progress["num_files"], 0
+    record, num_complete, unsaved = _record_of(progress["record"] | {"cut": cut}), progress["num_files"], 0
+    files_left, num_done = files[num_complete:], 0
     num_threads = config.workers if isinstance(tokenizer, HfTokenizer) else 1
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([tokenizer.end_of_document], dtype).tobytes()
 
-    def convert(item: tuple[int, int, Any]) -> tuple[int, int, Document | Skipped | Bad]:
-        index, number, content = item
-        return index, number, to_document(config, tokenizer, f"{files[index].path}: document {number}", content)
+    def convert(found: Found) -> tuple[Found, Document | Skipped | Bad]:
+        where = f"{files_left[found.file].path}: document {found.number}"
+        return found, to_document(config, tokenizer, where, found)
 
     def save(num_files: int) -> None:
         for file in out.values():
@@ -190,36 +196,32 @@ def _write_documents(work: Path, files: list[InputFile], config: PrepareConfig, 
             out[name] = stack.enter_context(open(path, "ab"))
             out[name].truncate(progress["sizes"][name])
             out[name].seek(0, os.SEEK_END)
-        records = (
-            (index, number, content)
-            for index in range(num_complete, len(files))
-            for number, content in read_documents(files[index], config)
-        )
-        num_bytes = sum(file.num_bytes for file in files[num_complete:])
+        num_bytes = sum(file.num_bytes for file in files_left)
         bar = stack.enter_context(Progress(total=num_bytes, desc="tokenizing", unit="B", unit_scale=True, leave=False))
-        for index, number, found in _map_in_order(convert, records, num_threads):
-            for file in files[num_complete:index]:
+        records = divided(files_left, config, tokenizer, cut)
+        for found, made in _map_in_order(convert, records, num_threads):
+            for file in files_left[num_done : found.file]:
                 bar.update(file.num_bytes)
                 unsaved += file.num_bytes
-            num_complete = index
+            num_done = found.file
             if unsaved >= _SAVE_BYTES:
-                save(num_complete)
+                save(num_complete + num_done)
                 unsaved = 0
-            if isinstance(found, str):
-                record.skipped[found] += 1
-            elif isinstance(found, Bad):
-                record.rejected[found.reason] += 1
-                if record.rejected.total() <= MAX_LISTED:
-                    detail = " ".join(found.detail.split())[:200]
-                    bad = {"file": files[index].path, "line": number, "reason": found.reason, "detail": detail}
-                    out[REJECTED_FILE].write(json.dumps(bad).encode() + b"\n")
+            if isinstance(made, str | Bad):
+                bad = made if isinstance(made, Bad) else Bad(made, "")
+                (record.skipped if isinstance(made, str) else record.rejected)[bad.reason] += 1
+                num_listed = record.skipped.total() + record.rejected.total() - record.skipped["filtered"]
+                if bad.reason != "filtered" and num_listed <= MAX_LISTED:
+                    detail = " ".join(bad.detail.split())[:200]
+                    line = {"file": files_left[found.file].path, "line": found.number, "reason": bad.reason}
+                    out[REJECTED_FILE].write(json.dumps(line | {"detail": detail}).encode() + b"\n")
             else:
-                out[f"{found.split}.tokens"].write(found.ids.astype(dtype, casting="unsafe").tobytes() + end)
-                out[f"{found.split}.lengths"].write((len(found.ids) + 1).to_bytes(8, "little"))
-                record.num_documents[found.split] += 1
-                record.num_tokens[found.split] += len(found.ids) + 1
-                record.num_text_bytes += found.num_text_bytes
-                record.num_lossy += found.is_lossy
+                out[f"{made.split}.tokens"].write(made.ids.astype(dtype, casting="unsafe").tobytes() + end)
+                out[f"{made.split}.lengths"].write((len(made.ids) + 1).to_bytes(8, "little"))
+                record.num_documents[made.split] += 1
+                record.num_tokens[made.split] += len(made.ids) + 1
+                record.num_text_bytes += made.num_text_bytes
+                record.num_lossy += made.is_lossy
         record.num_input_bytes = sum(file.num_bytes for file in files)
         save(len(files))
     return record
@@ -245,7 +247,16 @@ def _sync(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def described(*counts: Counter[str]) -> str:
-    """Return counts by reason as text: "3 filtered, 1 not JSON"."""
-    found = sum(counts, Counter())
-    return ", ".join(f"{count:,} {reason}" for reason, count in found.items()) or "none"
+def left_out(directory: Path, record: Record) -> str:
+    """Return what is not in a corpus as one line: counts by reason, and the names of the first files; or ""."""
+    names: dict[str, dict[str, None]] = {}
+    with open(directory / REJECTED_FILE, "rb") as file:
+        for line in file:
+            bad = json.loads(line)
+            names.setdefault(bad["reason"], {})[os.path.basename(bad["file"])] = None
+    shown = []
+    for reason, count in (record.skipped + record.rejected).items():
+        first = [*names.get(reason, ())]
+        some = ", ".join(first[:_NAMES]) + ", .." * (len(first) > _NAMES)
+        shown.append(f"{count:,} {reason}" + f" ({some})" * bool(first))
+    return printable(", ".join(shown))

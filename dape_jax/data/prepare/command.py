@@ -16,12 +16,12 @@ It is built in OUTPUT.partial, and renamed to OUTPUT when it is complete. After 
 with the unfinished input files; the result is the same. A command with other options is rejected.
 """
 
-import contextlib
 import dataclasses
 import json
 import logging
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,13 +36,14 @@ from dape_jax.data.prepare.build import (
     REJECTED_FILE,
     Record,
     build_corpus,
-    described,
+    left_out,
     read_record,
 )
 from dape_jax.data.prepare.config import MAX_LENGTH, PrepareConfig
 from dape_jax.data.prepare.inputs import InputFile, find_files
-from dape_jax.data.prepare.records import holds_ids, read_documents, split_of
+from dape_jax.data.prepare.records import holds_ids
 from dape_jax.data.prepare.show import show
+from dape_jax.data.prepare.splits import divided, find_cut
 from dape_jax.data.store import FORMAT_VERSION, Corpus, DataConfig, open_corpus
 from dape_jax.data.tokenizers import (
     TOKENIZER_FILE,
@@ -84,8 +85,14 @@ def prepare(config: PrepareConfig) -> Prepared:
                 _build(config, files, tokenizer, recipe, output, work)
     _check_recipe(output, recipe)
     record = read_record(output / RECORD_FILE)
-    allowed = f"{record.num_lossy:,} documents of {output} differ from their text; --lossy accepts them"
+    allowed = f"{record.num_lossy:,} documents of {output} differ from their text; dape-prepare --lossy accepts them"
     require(config.lossy or not record.num_lossy, "lossy", config.lossy, allowed)
+    if record.cut is not None:
+        percent, few = 100 * config.validation_fraction, "there are too few documents to choose whole ones"
+        logger.info("held out: about the last %.3g %%, after %s bytes or ids: %s", percent, f"{record.cut:,}", few)
+    if names := left_out(output, record):
+        level = logging.WARNING if record.rejected or record.skipped.keys() - {"filtered"} else logging.INFO
+        logger.log(level, "left out: %s; see %s", names, output / REJECTED_FILE)
     return Prepared(open_corpus(output), record)
 
 
@@ -106,6 +113,7 @@ def prepare_text(path: str, data: DataConfig, lossy: bool, field: str, validatio
             tokenizer=data.tokenizer,
             lossy=lossy,
             max_length=MAX_LENGTH,
+            document_separator=data.document_separator,
             validation_fraction=validation_fraction,
             workers=1,  # of the longest documents, few fit in memory
         )
@@ -116,8 +124,6 @@ def prepare_text(path: str, data: DataConfig, lossy: bool, field: str, validatio
         raise InputError(f"{field} = {path!r}: {error}") from error
     directory = corpus.train.directory.parent
     logger.info("text of %r, prepared in %s", path, directory)
-    if record.rejected:
-        logger.warning("left out: %s; see %s", described(record.rejected), directory / REJECTED_FILE)
     if record.num_lossy:
         logger.warning("%d documents cannot be decoded exactly from their tokens", record.num_lossy)
     return directory
@@ -129,8 +135,14 @@ def _recipe(config: PrepareConfig, *excluded: Path) -> tuple[dict[str, Any], lis
     Files in the `excluded` directories are left out.
     """
     files, tokenizer = find_files(config.input, excluded), None
+    if config.validation:
+        held_out = [file._replace(split="validation") for file in find_files(config.validation, excluded, "validation")]
+        paths = {file.path for file in held_out}
+        files = [file._replace(split="train") for file in files if file.path not in paths] + held_out
+    num_files = Counter(file.split for file in files)
+    files = [file._replace(is_alone=num_files[file.split] == 1) for file in files]
     if config.tokenizer is not None:
-        tokenizer = read_tokenizer(config.tokenizer, "tokenizer")
+        tokenizer = read_tokenizer(config.tokenizer, "tokenizer", config.end_of_document)
         name: dict[str, Any] = {"tokenizer": tokenizer.name}
     else:
         of_ids = next((file.path for file in files if holds_ids(file.path)), None)
@@ -144,8 +156,15 @@ def _recipe(config: PrepareConfig, *excluded: Path) -> tuple[dict[str, Any], lis
         "min_length": config.min_length,
         "max_length": config.max_length,
         "validation_fraction": config.validation_fraction,
-        "input": {file.path: [file.num_bytes, file.version] for file in files},
+        "input": {file.path: [file.num_bytes, file.version] for file in files if file.split != "validation"},
     }
+    # Absent by default, so that corpora made before these options existed keep their recipe.
+    if config.document_separator is not None:
+        recipe["document_separator"] = config.document_separator
+    if config.validation:
+        recipe["validation"] = {
+            file.path: [file.num_bytes, file.version] for file in files if file.split == "validation"
+        }
     return json.loads(json.dumps(recipe)), files, tokenizer
 
 
@@ -171,15 +190,16 @@ def _build(
     """Build a corpus in `work`, or resume, and rename it to `output`."""
     if work.exists() and any(work.iterdir()):
         _check_recipe(work, recipe)
+    cut = find_cut(files, config, tokenizer)
     work.mkdir(exist_ok=True)
     write_json(work / RECIPE_FILE, recipe)
     if tokenizer is None and (work / TOKENIZER_FILE).exists():
         tokenizer = saved_tokenizer(work)
     elif tokenizer is None:
         assert config.train_bpe is not None
-        tokenizer = train_bpe(_training_texts(config, files), config.train_bpe)
+        tokenizer = train_bpe(_training_texts(config, files, cut), config.train_bpe)
         save_tokenizer(tokenizer, work)
-    build_corpus(work, files, config, tokenizer, fingerprint=json_digest(recipe))
+    build_corpus(work, files, config, tokenizer, fingerprint=json_digest(recipe), cut=cut)
     complete = work / CORPUS_DIRECTORY
     save_tokenizer(tokenizer, complete)
     write_json(complete / RECIPE_FILE, recipe)
@@ -188,16 +208,13 @@ def _build(
     shutil.rmtree(work)
 
 
-def _training_texts(config: PrepareConfig, files: list[InputFile]) -> Iterator[str]:
+def _training_texts(config: PrepareConfig, files: list[InputFile], cut: int | None) -> Iterator[str]:
     """Yield the first training documents, up to `TRAIN_BPE_BYTES`."""
     num_bytes = 0
-    for _, content in (found for file in files for found in read_documents(file, config)):
-        if not isinstance(content, bytes) or config.skips_length(len(content)):
-            continue
-        if split_of(content, config.validation_fraction) == "train":
-            with contextlib.suppress(UnicodeDecodeError):  # counted later, by the encoder
-                yield content.decode()
-                num_bytes += len(content)
+    for found in divided(files, config, None, cut):
+        if found.split == "train" and isinstance(found.content, bytes):
+            yield found.content.decode()
+            num_bytes += len(found.content)
         if num_bytes >= TRAIN_BPE_BYTES:
             return
 

@@ -20,6 +20,9 @@ class PrepareConfig:
     input: tuple[str, ...] = flag(
         (), "Comma-separated files, directories, globs (quoted; ** descends) and URLs of these."
     )
+    validation: tuple[str, ...] = flag(
+        (), "The same for validation: all documents of these files are held out, and none of the others."
+    )
     output: str = flag("", "New directory for the corpus. Train on it with --config.data.path=OUTPUT.")
     tokenizer: str | None = flag(
         None,
@@ -28,13 +31,22 @@ class PrepareConfig:
     )
     lossy: bool = flag(False, "Accept a tokenizer that changes text, and count the documents that it changes.")
     train_bpe: int | None = flag(None, "Train a byte-level BPE of this vocabulary size, instead of --tokenizer.")
+    end_of_document: str | None = flag(
+        None, "Token of --tokenizer that ends a document; by default <|endoftext|> or another usual one."
+    )
+    document_separator: str | None = flag(
+        None,
+        r"Text between the documents of a text file, such as <|endoftext|> or \n\n (\n, \r, \t, \f, \\ are escapes).",
+    )
     text_field: str = flag("text", "Field with the text of a record; a dot descends into an object.")
     where: tuple[str, ...] = flag(
         (), "field=value or field=value|value: keep only matching records. If repeated, all must match.", repeated=True
     )
     min_length: int = flag(1, "Minimum length of a document in bytes of UTF-8, or in ids for .bin files.")
     max_length: int = flag(2**24, "Maximum length of a document, in the same units.")
-    validation_fraction: float = flag(0.01, "Share of the documents for validation, by a hash of their content.")
+    validation_fraction: float = flag(
+        0.01, "Share of the documents for validation, by a hash of their content; of few, the end."
+    )
     workers: int = flag(os.cpu_count() or 1, "Number of threads that tokenize; by default, of the machine's CPUs.")
 
     def __post_init__(self):
@@ -47,6 +59,10 @@ class PrepareConfig:
         require(chosen.count(None) == 1, "tokenizer, train_bpe", chosen, allowed)
         allowed = "must be 257 (the bytes and the end of a document) to 1048576"
         require(self.train_bpe is None or 257 <= self.train_bpe <= 2**20, "train_bpe", self.train_bpe, allowed)
+        allowed = "needs a --tokenizer of a file: bytes and a trained BPE have their own"
+        is_used = self.end_of_document is None or self.tokenizer not in (None, "bytes")
+        require(is_used, "end_of_document", self.end_of_document, allowed)
+        require(self.document_separator != "", "document_separator", "", "must be a text, or not given")
         require(self.text_field != "", "text_field", self.text_field, "must be the name of a field")
         for where in self.where:
             is_condition = re.fullmatch(r"[^=]+=.+", where, re.DOTALL) is not None
@@ -57,6 +73,15 @@ class PrepareConfig:
         fraction = self.validation_fraction
         require(0 <= fraction <= 1, "validation_fraction", fraction, "must be 0 to 1")
         require(0 < self.workers <= 1024, "workers", self.workers, "must be 1 to 1024 threads")
+
+    @property
+    def separator(self) -> bytes | None:
+        """Bytes between the documents of a text file, or None: a file is one document."""
+        if self.document_separator is None:
+            return None
+        escapes = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "\\": "\\"}
+        text = re.sub(r"\\([nrtf\\])", lambda match: escapes[match[1]], self.document_separator)
+        return text.encode("utf-8", "surrogateescape")  # as an argument is read in a locale that is not UTF-8
 
     @property
     def conditions(self) -> tuple[tuple[str, tuple[str, ...]], ...]:

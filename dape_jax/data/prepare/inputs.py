@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import fsspec
 
-from dape_jax.data.store import STDLIB, read_errors
+from dape_jax.data.store import STDLIB, Split, read_errors
 from dape_jax.errors import require
 from dape_jax.storage import is_remote
 
@@ -23,9 +23,11 @@ class InputFile(NamedTuple):
     path: str  # absolute path, or URL
     num_bytes: int
     version: int | str  # modification time in ns; for a remote file, fsspec's key of its version
+    split: Split | None = None  # of its documents; None: chosen for each document
+    is_alone: bool = False  # no other file has the same `split`
 
 
-def find_files(paths: Iterable[str], excluded: Collection[Path] = ()) -> list[InputFile]:
+def find_files(paths: Iterable[str], excluded: Collection[Path] = (), field: str = "input") -> list[InputFile]:
     """Return the files that paths name, without reading them: sorted for each path, and every file once.
 
     A path is "stdlib" (the source of this interpreter's standard library), a directory (every file under it, except
@@ -34,15 +36,15 @@ def find_files(paths: Iterable[str], excluded: Collection[Path] = ()) -> list[In
     directories are left out.
 
     Raises:
-        InputError: a path has no files, or cannot be read.
+        InputError: a path has no files, or cannot be read. The message names `field`.
     """
     files: dict[str, InputFile] = {}
     for path in paths:
-        with read_errors("input", path):
+        with read_errors(field, path):
             found = _find_remote(path) if is_remote(path) else map(_stat, _find_local(path))
             kept = [file for file in found if not any(Path(file.path).is_relative_to(each) for each in excluded)]
         allowed = f"no files there; give a file, a directory or a glob that matches files, or {STDLIB!r}"
-        require(len(kept) > 0, "input", path, allowed)
+        require(len(kept) > 0, field, path, allowed)
         for file in kept:
             files.setdefault(file.path, file)
     return list(files.values())

@@ -1,61 +1,46 @@
-"""Input files -> documents: open files, find their records, and classify these as documents, skipped or bad.
+"""Input files -> documents: find the records of a file, and classify these as documents, skipped or bad.
 
-In: an `InputFile` of `inputs`. Out: its documents, from `read_documents`. Next: `build`, which tokenizes them.
+In: an `InputFile` of `inputs`, opened by `formats`. Out: its documents, from `read_documents`. Next: `splits`.
 
-    file name                                 content
-    .jsonl .ndjson, and compressed .json      one JSON object per line
-    .parquet                                  one record per row
-    .bin and .idx                             token ids, as Megatron and GPT-NeoX write them
-    any other                                 one document; bad if binary (a NUL byte near its start)
+    content                                            documents
+    JSON objects in lines (.jsonl, .ndjson, or seen)   the text field of each
+    JSON array of objects with the text field          the same
+    parquet                                            the text field of each row
+    .bin and .idx of the same name                     token ids, as Megatron and GPT-NeoX write them
+    any other text                                     one, or those between separators
+    binary (a NUL byte near its start)                 none; bad
 
-.gz .bz2 .xz and .zst are decompressed (`paper.tex.zst`), also with several members or frames. A record that cannot be
-read becomes a `Bad` with its reason, and reading continues after it.
+A record that cannot be read becomes a `Bad` with its reason, and reading continues after it.
 """
 
-import bz2
-import contextlib
-import dataclasses
-import gzip
 import hashlib
+import itertools
 import json
-import lzma
 import os
-import sys
-import zlib
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import fsspec
 import numpy as np
 from jaxtyping import Integer
 
 from dape_jax.data.prepare.config import PrepareConfig, Skipped
+from dape_jax.data.prepare.formats import DAMAGE, compression_of, open_input
 from dape_jax.data.prepare.inputs import InputFile
 from dape_jax.data.prepare.megatron import read_documents as read_ids
+from dape_jax.data.prepare.selection import Bad, lookup, select_text
+from dape_jax.data.prepare.texts import between, in_pieces
 from dape_jax.data.store import Split
 from dape_jax.errors import InputError, require, require_package
 from dape_jax.storage import is_remote
 
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
-
 Content = bytes | Integer[np.ndarray, "_"]  # text, or token ids of a .bin file
 
-_OPEN: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": zstd.open}
-# Also BadGzipFile, an OSError; the errors of pyarrow, ValueErrors and OSErrors; and InputError, a ValueError.
-_DAMAGE = (EOFError, OSError, ValueError, zlib.error, lzma.LZMAError, zstd.ZstdError)
-_BINARY_PROBE_BYTES = 8192
+PIECE_BYTES = 2**24  # a longer text that is a whole split is cut into documents of this length
+_LINE_BYTES = 2**26  # of a line of JSON in a file without the name of such a file
 _ROWS = 16  # rows of parquet in memory at a time
 
-
-@dataclasses.dataclass(frozen=True)
-class Bad:
-    """Record that cannot be read, or the position at which a file is damaged."""
-
-    reason: str  # category, for counts
-    detail: str
+Select = Callable[[Any, PrepareConfig], bytes | Skipped | Bad]
 
 
 def split_of(document: bytes, validation_fraction: float) -> Split:
@@ -69,95 +54,131 @@ def split_of(document: bytes, validation_fraction: float) -> Split:
 
 
 def holds_ids(path: str) -> bool:
-    """Return whether a file contains token ids instead of text."""
-    return path.lower().endswith((".bin", ".idx"))
+    """Return whether a file contains token ids: a .bin with its .idx. In a bucket the name alone decides."""
+    prefix, suffix = os.path.splitext(path)
+    is_pair = suffix.lower() in (".bin", ".idx")
+    return is_pair and (is_remote(path) or all(os.path.exists(prefix + each) for each in (".bin", ".idx")))
 
 
-def read_documents(file: InputFile, config: PrepareConfig) -> Iterator[tuple[int, Content | Skipped | Bad]]:
+def is_text(file: InputFile, config: PrepareConfig) -> bool:
+    """Return whether a file is text, not records or ids."""
+    try:
+        with open_input(file.path) as (content, head):
+            return not holds_ids(file.path) and _format(file.path, content, head, config)[0] == "text"
+    except DAMAGE:
+        return False
+
+
+def read_documents(
+    file: InputFile, config: PrepareConfig, select: Select = select_text
+) -> Iterator[tuple[int, Content | Skipped | Bad]]:
     """Yield every record of a file, in order: its number from 1, and its content, why it is skipped, or why it is bad.
 
-    The number is that of the line, the row of parquet or the document of a .bin file. Lengths are not checked.
+    The number is that of the line, the row of parquet, the document of a .bin file or of a text. Lengths are not
+    checked. `select` returns the text of a JSON value or a row of parquet; by default, as `config` says.
 
     Raises:
         InputError: the file cannot be read. (A file with damaged content gives a `Bad`.)
     """
-    if file.path.lower().endswith(".parquet"):
-        require_package("pyarrow", "parquet", "input", file.path)
     is_local = not (holds_ids(file.path) and is_remote(file.path))
     require(is_local, "input", file.path, "must be on a local disk with its .idx: token ids are mapped into memory")
     number = 0
     try:
-        for number, found in _records(file.path, config):
-            yield number, found
-    except _DAMAGE as error:
+        for number, found in enumerate(_records(file, config, select), 1):
+            if found is not None:
+                yield number, found
+    except ModuleNotFoundError:
+        require_package("pyarrow", "parquet", "input", file.path)
+        raise
+    except DAMAGE as error:
         if isinstance(error, OSError) and (error.errno is not None or is_remote(file.path)):
             raise InputError(f"{file.path}: cannot be read: {error}") from error
-        yield number + 1, Bad("damaged file", f"{type(error).__name__}: {error}")
+        reason = "not Unicode" if isinstance(error, UnicodeError) else "damaged file"
+        yield number + 1, Bad(reason, f"{type(error).__name__}: {error}")
 
 
-def _records(path: str, config: PrepareConfig) -> Iterator[tuple[int, Content | Skipped | Bad]]:
-    name, suffix = os.path.splitext(path.lower())
-    is_lines = suffix in (".jsonl", ".ndjson") or (suffix in _OPEN and name.endswith((".jsonl", ".ndjson", ".json")))
-    if config.where and not is_lines and suffix != ".parquet":
-        yield 1, "filtered"  # it has no fields, so none match
+def _records(file: InputFile, config: PrepareConfig, select: Select) -> Iterator[Content | Skipped | Bad | None]:
+    """Yield the records of a file, and None for a blank line."""
+    if holds_ids(file.path) and not config.where:
+        yield from read_ids(file.path)
         return
-    if holds_ids(path):
-        yield from enumerate(read_ids(path), 1)
-        return
-    with contextlib.ExitStack() as stack:
-        content: Any = stack.enter_context(fsspec.open(path, "rb", compression=None))
-        if suffix in _OPEN:
-            content = stack.enter_context(_OPEN[suffix](content))
-        if is_lines:
-            for number, line in enumerate(content, 1):
-                if not line.isspace():
-                    yield number, _parse(line, config)
-        elif suffix == ".parquet":
-            for number, row in enumerate(_rows(content, config), 1):
-                yield number, _select(row, config)
+    with open_input(file.path) as (content, head):
+        form, begin = _format(file.path, content, head, config)
+        text = b"".join(begin) if form == "text" else b""
+        if form == "parquet":
+            for row in _rows(content, config):
+                yield select(row, config)
+        elif form == "lines":
+            for line in itertools.chain(begin, content):
+                record = None if line.isspace() else _parse(line)
+                yield record if line.isspace() or isinstance(record, Bad) else select(record, config)
+        elif form == "array":
+            for record in begin:
+                yield select(record, config)
+        elif config.where:
+            yield "filtered"  # a text has no fields, so none match
+        elif form == "binary":
+            flat = ": it has no .idx, and token files without one are not supported"
+            yield Bad("binary file", "a NUL byte" + flat * file.path.lower().endswith(".bin"))
+        elif config.separator is not None:
+            yield from between(content, text, config.separator, config.max_length)
+        elif file.is_alone:
+            yield from in_pieces(content, text, min(config.max_length, PIECE_BYTES))
         else:
-            text: bytes = content.read(_BINARY_PROBE_BYTES)
-            if b"\0" in text:
-                yield 1, Bad("binary file", "a NUL byte")
-            else:
-                yield 1, text + content.read(config.max_length + 1)
+            yield text + content.read(max(0, config.max_length + 1 - len(text)))
+
+
+def _format(path: str, content: Any, head: bytes, config: PrepareConfig) -> tuple[str, list[Any]]:
+    """Return the format of a file: "parquet", "binary", "lines", "array" or "text"; and what of it was read.
+
+    That are all values of an array, and lines of the others.
+    """
+    name = path.lower().removesuffix(compression_of(path))
+    if (head.startswith(b"PAR1") and b"\0" in head) or name.endswith(".parquet"):
+        return "parquet", []
+    if name.endswith((".jsonl", ".ndjson")):
+        return "lines", []
+    if b"\0" in head:
+        return "binary", []
+    if re.match(rb"\s*\[\s*\{", head):
+        text = content.read()
+        values = _parse(text)
+        is_array = isinstance(values, list) and isinstance(lookup(values[0], config.text_field), str)
+        return ("array", values) if is_array else ("text", [text])
+    if not re.match(rb"\s*\{", head):
+        return "text", []
+    # The first two lines tell lines of JSON from one object on several lines, and from a file about something else.
+    begin: list[bytes] = []
+    while sum(not line.isspace() for line in begin) < 2 and (line := content.readline(_LINE_BYTES)):
+        begin.append(line)
+    records = [_parse(line) for line in begin if not line.isspace()]
+    are_objects, is_json = all(isinstance(record, dict) for record in records), name.endswith(".json")
+    has_text = isinstance(lookup(records[0], config.text_field), str)
+    is_lines = (has_text or len(records) == 2) if is_json and are_objects else has_text and (is_json or are_objects)
+    return "lines" if is_lines else "text", begin
 
 
 def _rows(content: Any, config: PrepareConfig) -> Iterator[dict[str, Any]]:
     from pyarrow import parquet  # large, and needed only here
 
     fields = [config.text_field, *(field for field, _ in config.conditions)]
-    for batch in parquet.ParquetFile(content, pre_buffer=False).iter_batches(_ROWS, columns=fields, use_threads=False):
-        yield from batch.to_pylist()
+    most = 2**31 - 1  # the defaults refuse files with many columns and row groups
+    file = parquet.ParquetFile(
+        content, pre_buffer=False, thrift_string_size_limit=most, thrift_container_size_limit=most
+    )
+    names = dict.fromkeys(file.schema_arrow.names)  # of all columns, for messages
+    for batch in file.iter_batches(_ROWS, columns=fields, use_threads=False):
+        yield from (names | row for row in batch.to_pylist())
 
 
-def _parse(line: bytes, config: PrepareConfig) -> bytes | Skipped | Bad:
+def _parse(line: bytes) -> Any:
+    """Return a JSON value, or a `Bad`."""
     try:
-        return _select(json.loads(line), config)
-    except (ValueError, RecursionError) as error:
+        try:
+            return json.loads(line)
+        except ValueError:  # perhaps an integer longer than Python converts
+            return json.loads(line, parse_int=str)
+    except RecursionError as error:
+        return Bad("nested too deeply", str(error))
+    except ValueError as error:
         return Bad("not JSON", str(error))
-
-
-def _select(record: Any, config: PrepareConfig) -> bytes | Skipped | Bad:
-    """Return the text of a record, or why it is skipped or bad."""
-    if any(_spelled(_lookup(record, field)) not in accepted for field, accepted in config.conditions):
-        return "filtered"
-    text = _lookup(record, config.text_field)
-    try:
-        if isinstance(text, str | bytes):  # bytes from parquet
-            return (text if isinstance(text, str) else text.decode()).encode()
-    except UnicodeError as error:  # half a surrogate pair is JSON, but not Unicode
-        return Bad("not Unicode", str(error))
-    return Bad("no text", f"{config.text_field!r} is {'missing' if text is None else type(text).__name__}")
-
-
-def _lookup(record: Any, field: str) -> Any:
-    """Return the value of a dotted field, or None."""
-    for name in field.split("."):
-        record = record.get(name) if isinstance(record, dict) else None
-    return record
-
-
-def _spelled(value: Any) -> str:
-    """Return a value in the notation of `where`: as in JSON, text without quotes, and a date as YYYY-MM-DD."""
-    return json.dumps(value) if isinstance(value, bool | int | float | None) else str(value)

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import numpy as np
 
-from dape_jax.data.prepare.build import RECORD_FILE, REJECTED_FILE, described, read_record
+from dape_jax.data.prepare.build import RECORD_FILE, REJECTED_FILE, read_record
+from dape_jax.data.prepare.splits import described
 from dape_jax.data.store import TokenStore, open_corpus
 from dape_jax.errors import printable
 
 QUANTILES = {"smallest": 0.0, "5 %": 0.05, "25 %": 0.25, "median": 0.5, "75 %": 0.75, "95 %": 0.95, "largest": 1.0}
-FEW_DOCUMENTS = 20  # with fewer, the intervals of an evaluation are wide
+FEW_DOCUMENTS = 20
 _SAMPLES = 3  # documents of each store whose beginning is printed
 _SHOWN_CHARS = 200
 
@@ -27,8 +28,8 @@ def show(directory: Path) -> None:
     print(f"skipped: {described(record.skipped)}")
     print(f"bad: {described(record.rejected)}" + (f"; see {directory / REJECTED_FILE}" if record.rejected else ""))
     print(f"documents that cannot be decoded exactly from their tokens: {record.num_lossy:,}")
-    if corpus.validation.num_documents < FEW_DOCUMENTS and corpus.train.num_documents:
-        print("few documents to evaluate on: a larger --validation_fraction holds out more")
+    if corpus.validation.num_documents < FEW_DOCUMENTS:
+        print("few documents to evaluate on: the intervals of an evaluation will be wide")
     for store in (corpus.train, corpus.validation):
         if store.num_documents:
             _show_store(store)
