@@ -66,9 +66,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"num_key_value_heads": 2, "sliding_window": 5}),
     "mistral-no-window": ("mistral", {"num_key_value_heads": 4, "sliding_window": None, "head_dim": 10}),
     "qwen2": ("qwen2", {"num_key_value_heads": 2, **TIED}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}}),
+    "llama-attention-factor": ("llama", {"rope_parameters": YARN | {"attention_factor": 1.0}}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 10, **TIED}),
+    "qwen3-biases": (
+        "qwen3",
+        {"num_key_value_heads": 4, "attention_bias": True, "sliding_window": 5, "head_dim": 8, **ALL_LAYERS},
+    ),
+    "gemma": ("gemma", {"num_key_value_heads": 1, "head_dim": 10, "pad_token_id": None}),
+    "phi": ("phi", {}),
+    "phi-grouped": ("phi", {"num_key_value_heads": 2, "partial_rotary_factor": 0.75}),
+    "phi3": ("phi3", {"num_key_value_heads": 2, "sliding_window": 5, "pad_token_id": None}),
+    "stablelm": ("stablelm", {"num_key_value_heads": 2, "use_qkv_bias": True, "partial_rotary_factor": 0.5}),
+    "stablelm-parallel": ("stablelm", {"num_key_value_heads": 4, "use_parallel_residual": True}),
+    "starcoder2": ("starcoder2", {"sliding_window": 5, "mlp_type": "default", "norm_type": "layer_norm"}),
+    "starcoder2-no-bias": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    "olmo": ("olmo", {"num_key_value_heads": 2}),
     "qwen2-window": ("qwen2", {"num_key_value_heads": 4, "sliding_window": 7, **ALL_LAYERS}),
 }
-FAST = {"pythia", "llama3", "mistral", "qwen2"}  # one of each family
+FAST = {"pythia", "llama3", "qwen3", "phi"}  # every kind of layer
 EVERY_MODEL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS]
 
 
@@ -80,7 +96,8 @@ def theirs(name: str) -> Any:
     config = transformers.AutoConfig.for_model(kind, **SIZES | options)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for key, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, float(key.endswith("norm.weight")), 0.2)
+        is_norm = "norm" in key and key.endswith("weight") and kind != "gemma"
+        torch.nn.init.normal_(parameter, float(is_norm), 0.2)
     return model.eval()
 
 
@@ -132,7 +149,10 @@ def tokens(batch: int = 2, length: int = 20) -> np.ndarray:
 @pytest.mark.hf
 @pytest.mark.parametrize("name", EVERY_MODEL)
 def test_the_model_is_that_of_transformers(name, runs, directories):
-    """Compare logits, loss, and the gradients of all parameters; a tensor's gradient is converted like the tensor."""
+    """Compare logits, loss, and the gradients of all parameters; a tensor's gradient is converted like the tensor.
+
+    Two of our norms may have the values of one of theirs, whose gradient is then the sum of both.
+    """
     model, (config, params), x = theirs(name), ours(runs(name)), tokens()
     model.zero_grad()
     expected = model(torch.tensor(x), labels=torch.tensor(x))
@@ -156,10 +176,15 @@ def test_the_model_is_that_of_transformers(name, runs, directories):
     flat = {"/".join(path): np.asarray(leaf) for path, leaf in flat_params(found).items()}
     assert flat.keys() == tensors.keys()
     for path, tensor in tensors.items():
+        if tensor.name is None:
+            continue
         layers = range(config.num_layers) if path.startswith("layers/") else (0,)
-        gradient = [tensor.convert(gradients[tensor.name.format(layer=layer)]) for layer in layers]
+        offset = tensor.convert(np.zeros(tensor.shape, np.float32))
+        gradient = [tensor.convert(gradients[tensor.name_in(layer)]) - offset for layer in layers]
         gradient = np.stack(gradient) if path.startswith("layers/") else gradient[0]
-        np.testing.assert_allclose(flat[path], gradient, rtol=1e-4, atol=1e-4, err_msg=path)
+        same = [other for other, each in tensors.items() if each.name == tensor.name and "norm" in other]
+        total = sum(flat[other] for other in same) if len(same) > 1 else flat[path]
+        np.testing.assert_allclose(total, gradient, rtol=1e-4, atol=1e-4, err_msg=path)
     assert max(np.abs(leaf).max() for leaf in flat.values()) > 0.05
 
 
@@ -335,7 +360,6 @@ def test_windows_in_some_layers_are_refused(directories):
 def test_every_family_is_tested():
     others = {"dape"}  # in test_export.py
     assert {kind for kind, _ in MODELS.values()} == set(FAMILIES) - others
-    assert {MODELS[name][0] for name in FAST} == set(FAMILIES) - others
 
 
 PEAK = """
@@ -405,8 +429,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"hidden_act": "mish"}, "hidden_act = 'mish': must be one of"),
     "scaling": ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type = 'dynamic': must be one of"),
     "no factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor = None: must be of type float"),
-    "yarn": ({"rope_parameters": YARN | {"mscale": 2.0}}, "mscale = 2.0: is not supported"),
-    "yarn's scale": ({"rope_parameters": YARN | {"attention_factor": 2.0}}, "attention_factor = 2.0: must be"),
+    "yarn": ({"rope_parameters": YARN | {"attention_factor": -1.0}}, "attention_factor = -1.0: must be positive"),
     "more layers": ({"num_hidden_layers": 4}, r"model.layers.3.self_attn.q_proj.weight: is missing"),
     "fewer layers": ({"num_hidden_layers": 2}, r"model.layers.2.\S+ = 'tensor': is not supported"),
     "vocabulary": ({"vocab_size": 100}, "vocab_size = 100: must be at least the tokenizer's 257"),

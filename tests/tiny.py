@@ -80,7 +80,7 @@ HALF_ROPE = {"rotary": {"name": "rope", "fraction": 0.5}}
 ARCHITECTURES = {
     "pythia": GPT_NEOX | HALF_ROPE | {"parallel_residual": True, "mlp_width": 24},
     "llama": LLAMA | {"head_dim": 6, "num_kv_heads": 1, "norm_epsilon": 1e-3, "tied_embeddings": True},
-    "qwen": LLAMA | {"head_dim": 12, "projection_bias": True, "activation": "gelu_tanh"},
+    "qwen": LLAMA | {"head_dim": 12, "qk_norm": "head", "projection_bias": True, "activation": "gelu_tanh"},
     "mixed": LLAMA | {"parallel_residual": True, "attention_output_bias": True, "mlp_bias": True, "output_bias": True},
 }
 

@@ -137,7 +137,7 @@ class Yarn(StretchedRope):
     A ramp goes from low = max(floor(m(beta_fast)), 0) to high = min(ceil(m(beta_slow)), R - 1):
 
         g_m = clip((m - low) / (high - low), 0, 1)      w'_m = (1 - g_m) w_m + g_m w_m / factor
-        q, k are multiplied by 0.1 log(factor) + 1
+        q, k are multiplied by attention_factor, 0.1 log(factor) + 1 if it is None
 
     Source: Peng et al. 2024, definition 3 and section 3.4, and their released code.
     Differs: from the paper, and equal to the released code: the ramp is over dims, not over turns; and if no angle
@@ -147,10 +147,12 @@ class Yarn(StretchedRope):
     train_length: int = 512  # of the model, in tokens
     beta_fast: float = 32.0  # angles with more turns than this are unchanged
     beta_slow: float = 1.0  # angles with fewer turns than this are divided by the factor
+    attention_factor: float | None = None
+    truncate: bool = True  # round low and high; gpt-oss does not
 
     def __post_init__(self):
         super().__post_init__()
-        positive(self, "model.rotary", "train_length")
+        positive(self, "model.rotary", "train_length", *([] if self.attention_factor is None else ["attention_factor"]))
         for field in ("beta_slow", "beta_fast"):  # the logarithm of the turns must be finite
             is_possible = 1e-9 <= getattr(self, field) <= 1e9
             require(is_possible, f"model.rotary.{field}", getattr(self, field), "must be from 1e-9 to 1e9")
@@ -163,7 +165,9 @@ class Yarn(StretchedRope):
         def dim_of(turns: float) -> float:
             return num_rotated * math.log(self.train_length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
-        low, high = max(math.floor(dim_of(self.beta_fast)), 0), min(math.ceil(dim_of(self.beta_slow)), num_rotated - 1)
+        low, high = dim_of(self.beta_fast), dim_of(self.beta_slow)
+        low, high = (math.floor(low), math.ceil(high)) if self.truncate else (low, high)
+        low, high = max(low, 0), min(high, num_rotated - 1)
         ramp_m = np.clip((np.arange(num_rotated // 2) - low) / ((high - low) or 1e-3), 0, 1)
         frequency_m = super().frequencies(num_rotated)
         return (1 - ramp_m) * frequency_m + ramp_m * frequency_m / self.factor
@@ -171,7 +175,7 @@ class Yarn(StretchedRope):
     @property
     def scale(self) -> float:
         """See the class."""
-        return 0.1 * math.log(self.factor) + 1
+        return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,6 +52,7 @@ ACTIVATIONS = {
     "silu": jax.nn.silu,
 }
 NORMS = ("layer_norm", "rms_norm")
+QK_NORMS = ("none", "head")
 INITIALIZERS = ("gpt_neox", "fan_in")
 
 # Values of a block that are saved for the backward pass: all; the results of matmuls without a batch dim (not the
@@ -101,6 +102,7 @@ class TransformerConfig:
     activation: str = "gelu"  # of the MLP, a key of ACTIVATIONS; "gelu" is the exact one
     gated_mlp: bool = False  # down(activation(gate(x)) up(x)) instead of down(activation(up(x)))
     dropout: float = 0.0  # rate, of the outputs of attention and MLP before they are added to the residual stream
+    qk_norm: str = "none"  # or "head": queries and keys of each head have an RMSNorm before the rotary embedding
     projection_bias: bool = True  # the projections to queries, keys and values have biases
     attention_output_bias: bool = True  # the projection of the attended values has a bias
     mlp_bias: bool = True  # the projections of the MLP have biases
@@ -128,7 +130,8 @@ class TransformerConfig:
             if getattr(self, field) is None:
                 object.__setattr__(self, field, value)
         positive(self, "model", *follows)
-        one_of(self, "model", norm=NORMS, activation=ACTIVATIONS, initializer=INITIALIZERS, remat=REMAT)
+        one_of(self, "model", norm=NORMS, qk_norm=QK_NORMS, activation=ACTIVATIONS)
+        one_of(self, "model", initializer=INITIALIZERS, remat=REMAT)
         if self.dtype == "auto":
             object.__setattr__(self, "dtype", "float32" if jax.default_backend() == "cpu" else "bfloat16")
         one_of(self, "model", dtype=DTYPES)
@@ -286,6 +289,9 @@ class SelfAttention(nnx.Module):
             bias_parameter(has_bias, *shape) for shape in ((H, K), (G, K), (G, K))
         )
         self.output_bias_D = bias_parameter(config.attention_output_bias, D)
+        self.query_norm, self.key_norm = (
+            nnx.RMSNorm(K, epsilon=config.norm_epsilon, rngs=rngs) if config.qk_norm == "head" else None for _ in "qk"
+        )
         # A separate random stream, so that all other parameters are initialised identically for every method.
         score_rngs = nnx.Rngs(rngs.params())
         self.bias = None if config.bias.shared_by_layers else config.bias.build(H, K, score_rngs)
@@ -298,10 +304,14 @@ class SelfAttention(nnx.Module):
     def project(
         self, x_BTD: Float[Array, "B T D"], pos: Int[Array, "T"] | Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
-        """Return rotated queries, rotated keys, and values."""
+        """Return queries and keys, normalised (if the model does this) and rotated, and values."""
         q_BTHK = linear("BTD,DHK->BTHK", x_BTD, self.query_DHK, self.query_bias_HK)
         k_BTGK = linear("BTD,DGK->BTGK", x_BTD, self.key_DGK, self.key_bias_GK)
         v_BTGK = linear("BTD,DGK->BTGK", x_BTD, self.value_DGK, self.value_bias_GK)
+        if self.query_norm is not None and self.key_norm is not None:
+            q_BTHK, k_BTGK = (
+                norm(x).astype(x.dtype) for norm, x in ((self.query_norm, q_BTHK), (self.key_norm, k_BTGK))
+            )
         return self.rotary(q_BTHK, pos), self.rotary(k_BTGK, pos), v_BTGK
 
     def __call__(

@@ -26,7 +26,14 @@ IGNORED = (
     *("attention_dropout", "hidden_dropout", "classifier_dropout", "resid_pdrop", "embd_pdrop", "pretraining_tp"),
     *("max_window_layers", "gradient_checkpointing", "_flash_attn_2_enabled", "torchscript", "is_decoder"),
     *("chunk_size_feed_forward", "tokenizer_class", "prefix", "use_bfloat16", "name_or_path", "unsloth_version"),
-    *("attention_probs_dropout_prob", "hidden_dropout_prob", "is_llama_config", "transformers.js_config"),
+    *(
+        "residual_dropout",
+        "embedding_dropout",
+        "attention_probs_dropout_prob",
+        "hidden_dropout_prob",
+        "is_llama_config",
+        "transformers.js_config",
+    ),
 )
 # Fields whose default in transformers, which our models have, is neither null nor false nor empty.
 DEFAULTS = {"is_causal": True}
@@ -94,14 +101,19 @@ class Tensor:
     """Tensor of a checkpoint that becomes a parameter, or one layer of a parameter.
 
     Args:
-        name: name in the checkpoint; "{layer}" is the number of the layer.
+        name: name in the checkpoint; "{layer}" is the number of the layer. None: the model has no such tensor, and
+            `convert` is given zeros.
         shape: shape in the checkpoint.
         convert: function that converts the tensor to our layout.
     """
 
-    name: str
+    name: str | None
     shape: tuple[int, ...]
     convert: Callable[[np.ndarray], np.ndarray] = lambda x: x
+
+    def name_in(self, layer: int) -> str | None:
+        """Return the name of a layer's tensor."""
+        return None if self.name is None else self.name.format(layer=layer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,13 +145,13 @@ def family_of(config: dict[str, Any]) -> Family:
     return family
 
 
-def _sizes(fields: Fields) -> dict[str, Any]:
+def _sizes(fields: Fields, is_tied: bool = False) -> dict[str, Any]:
     names = {"num_layers": "num_hidden_layers", "width": "hidden_size", "num_heads": "num_attention_heads"}
     names |= {"mlp_width": "intermediate_size", "vocab_size": "vocab_size"}
     sizes = {ours: fields.take(theirs, int) for ours, theirs in names.items()}
     for ours, size in sizes.items():
         fields.check(size > 0, names[ours], "must be positive")
-    is_tied = fields.take("tie_word_embeddings", bool, False)
+    is_tied = fields.take("tie_word_embeddings", bool, is_tied)
     return sizes | {"num_outputs": sizes["vocab_size"], "tied_embeddings": is_tied}
 
 
@@ -152,8 +164,7 @@ def _activation(fields: Fields, default: str) -> str:
 def _rotary(fields: Fields, max_length: int, base: float = 10_000.0, fraction: float | None = None) -> dict[str, Any]:
     """Return our `rotary` section for `rope_theta` and `rope_scaling`, or `rope_parameters` of transformers 5.
 
-    `base` and `fraction` are the defaults of the family. If `fraction` is None, its models rotate all dims. The options
-    of YaRN must be those of the paper, which determines the attention's scale.
+    `base` and `fraction` are the defaults of the family. If `fraction` is None, its models rotate all dims.
     """
     base = fields.take("rope_theta", float, base)
     old, new = fields.optional("rope_scaling", dict), fields.optional("rope_parameters", dict)
@@ -178,10 +189,12 @@ def _rotary(fields: Fields, max_length: int, base: float = 10_000.0, fraction: f
         rotary["high_frequency_factor"] = scaling.take("high_freq_factor", float)
     elif kind == "yarn":
         scaling.check(factor >= 1, "factor", "must be 1 or more")
-        papers = 0.1 * math.log(factor) + 1
-        is_papers = math.isclose(scaling.take("attention_factor", float, papers), papers, rel_tol=1e-6)
-        scaling.check(is_papers, "attention_factor", "must be 0.1 log(factor) + 1, or missing")
-        scaling.check(scaling.take("truncate", bool, True), "truncate", "must be true, or missing")
+        of_all, of_dims = scaling.take("mscale", float, 0.0), scaling.take("mscale_all_dim", float, 0.0)
+        rotary["attention_factor"] = scaling.optional("attention_factor", float)
+        if rotary["attention_factor"] is None and of_all and of_dims:
+            scale, scale_of_dims = (0.1 * each * math.log(factor) + 1 for each in (of_all, of_dims))
+            rotary["attention_factor"] = scale / scale_of_dims
+        rotary["truncate"] = scaling.take("truncate", bool, True)
         rotary["train_length"] = scaling.take("original_max_position_embeddings", int, max_length)
         rotary["beta_fast"] = scaling.take("beta_fast", float, 32.0)
         rotary["beta_slow"] = scaling.take("beta_slow", float, 1.0)
@@ -204,7 +217,14 @@ class Tensors(dict[str, Tensor]):
         return tuple(self.sizes[letter] for letter in letters)
 
     def linear(
-        self, ours: str, theirs: str, *, bias: bool = False, inputs: int = 1, part: tuple[int, int] = (0, 1)
+        self,
+        ours: str,
+        theirs: str,
+        *,
+        bias: bool = False,
+        inputs: int = 1,
+        part: tuple[int, int] = (0, 1),
+        rows: tuple[int, int] | None = None,
     ) -> None:
         """Add the weight [outputs, inputs] of a linear map, which we transpose and split into heads, and its bias.
 
@@ -214,25 +234,30 @@ class Tensors(dict[str, Tensor]):
             bias: whether there is a bias.
             inputs: number of letters that are inputs, from the first.
             part: index and number of parts, for a map that contains several of ours in each head.
+            rows: first row and number of rows, for a map that contains several of ours one after the other.
         """
         name, letters = ours.rsplit("_", 1)
         outputs, (index, count) = self._dims(letters[inputs:]), part
         num_rows, num_columns = math.prod(outputs), math.prod(self._dims(letters[:inputs]))
 
+        begin, total = (0, count * num_rows) if rows is None else rows
+
         def of_part(x: np.ndarray) -> np.ndarray:
+            x = x[begin : begin + count * num_rows]
             return x.reshape(outputs[0], count, -1, *x.shape[1:])[:, index].reshape(num_rows, *x.shape[1:])
 
-        shape = (count * num_rows, num_columns)
+        shape = (total, num_columns)
         self[ours] = Tensor(f"{theirs}.weight", shape, lambda x: of_part(x).T.reshape(self._dims(letters)))
         if bias:
             bias_name = f"{name}_bias_{letters[inputs:]}"
             self[bias_name] = Tensor(f"{theirs}.bias", shape[:1], lambda x: of_part(x).reshape(outputs))
 
-    def norm(self, ours: str, theirs: str, *, bias: bool = False) -> None:
-        """Add the scale of a norm, and its bias."""
-        self[f"{ours}/scale"] = Tensor(f"{theirs}.weight", self._dims("D"))
+    def norm(self, ours: str, theirs: str | None, *, bias: bool = False, size: str = "D", offset: float = 0.0) -> None:
+        """Add the scale of a norm, to which `offset` is added, and its bias; constants if `theirs` is None."""
+        weight, shift = (None, None) if theirs is None else (f"{theirs}.weight", f"{theirs}.bias")
+        self[f"{ours}/scale"] = Tensor(weight, self._dims(size), lambda x: x + offset if offset else x)
         if bias:
-            self[f"{ours}/bias"] = Tensor(f"{theirs}.bias", self._dims("D"))
+            self[f"{ours}/bias"] = Tensor(shift, self._dims(size))
 
 
 def _gpt_neox(fields: Fields) -> Family:
@@ -277,20 +302,111 @@ def _gpt_neox(fields: Fields) -> Family:
 
 def _llama(fields: Fields) -> Family:
     """Map Llama 1 to 3."""
-    has_bias = fields.take("attention_bias", bool, False)
-    biases = {"projection_bias": has_bias, "attention_output_bias": has_bias}
-    biases |= {"mlp_bias": fields.take("mlp_bias", bool, False)}
-    return _llama_like(fields, biases, num_kv_heads=None, max_length=2048)
+    return _decoder(fields, _biases(fields) | {"mlp_bias": fields.take("mlp_bias", bool, False)}, max_length=2048)
 
 
 def _mistral(fields: Fields) -> Family:
     """Map Mistral; the default window is 4,096 tokens."""
     window = fields.optional("sliding_window", int, missing=4096)
-    return _llama_like(fields, {}, num_kv_heads=8, max_length=131_072, window=window)
+    return _decoder(fields, {"window": window}, num_kv_heads=8, max_length=131_072)
 
 
 def _qwen2(fields: Fields) -> Family:
-    """Map Qwen2: biases of queries, keys and values; a window in all layers or in none."""
+    """Map Qwen2 and Qwen2.5: biases of queries, keys and values."""
+    options = {"projection_bias": True, "window": _window_of_layers(fields)}
+    return _decoder(fields, options, num_kv_heads=32, max_length=32_768)
+
+
+def _qwen3(fields: Fields) -> Family:
+    """Map Qwen3: norms of each head's queries and keys."""
+    options = {"qk_norm": "head", "window": _window_of_layers(fields), **_biases(fields)}
+    return _decoder(fields, options, num_kv_heads=32, head_dim=128, max_length=32_768)
+
+
+def _gemma(fields: Fields) -> Family:
+    """Map Gemma 1: embeddings times sqrt(D), norms with 1 + weight. "gelu" in its configs means the approximation."""
+    allowed = "must be gelu or gelu_pytorch_tanh in this family"
+    for name in ("hidden_act", "hidden_activation"):
+        kind = fields.take(name, str, "gelu_pytorch_tanh")
+        fields.check(kind in ("gelu", "gelu_pytorch_tanh"), name, allowed)
+    options = {"scale_embedding": True, "activation": "gelu_tanh", "tied_embeddings": True, **_biases(fields)}
+    return _decoder(fields, options, num_kv_heads=16, head_dim=256, max_length=8192, norm_offset=1.0)
+
+
+def _phi(fields: Fields) -> Family:
+    """Map Phi-1 and Phi-2: attention and MLP have the same input, for which we have two norms with the same values."""
+    options = LAYER_NORM | {"parallel_residual": True, "output_bias": True, "gated_mlp": False}
+    options |= dict.fromkeys(("projection_bias", "attention_output_bias", "mlp_bias"), True)
+    names = {"output": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2", "mlp_norm": "input_layernorm"}
+    names |= {"norm": "model.final_layernorm"}
+    return _decoder(fields, options, activation="gelu_new", fraction=0.5, max_length=2048, **names)
+
+
+def _phi3(fields: Fields) -> Family:
+    """Map Phi-3 and Phi-4: fused projections."""
+    fields.read.add("original_max_position_embeddings")  # of longrope, which is refused
+    options = {
+        "window": fields.optional("sliding_window", int),
+        "norm_epsilon": fields.take("rms_norm_eps", float, 1e-5),
+    }
+    family = _decoder(fields, options, fraction=1.0, max_length=4096)
+    H, G, K, F = (family.model[name] for name in ("num_heads", "num_kv_heads", "head_dim", "mlp_width"))
+    tensors, rows, begin = family.tensors, (H + 2 * G) * K, 0
+    assert isinstance(tensors, Tensors)
+    layer = "model.layers.{layer}."
+    for name, heads in (("query_DHK", H), ("key_DGK", G), ("value_DGK", G)):
+        tensors.linear(f"layers/attention/{name}", f"{layer}self_attn.qkv_proj", rows=(begin, rows))
+        begin += heads * K
+    for name, first in (("gate_DF", 0), ("up_DF", F)):
+        tensors.linear(f"layers/mlp/{name}", f"{layer}mlp.gate_up_proj", rows=(first, 2 * F))
+    return family
+
+
+def _stablelm(fields: Fields) -> Family:
+    """Map StableLM: LayerNorm, a part of the dims rotated."""
+    is_parallel = fields.take("use_parallel_residual", bool, False)
+    options = LAYER_NORM | {
+        "projection_bias": fields.take("use_qkv_bias", bool, False),
+        "parallel_residual": is_parallel,
+    }
+    names = {"mlp_norm": "input_layernorm"} if is_parallel else {}
+    return _decoder(fields, options, num_kv_heads=32, fraction=0.25, max_length=4096, **names)
+
+
+def _starcoder2(fields: Fields) -> Family:
+    """Map StarCoder2: LayerNorm, an MLP without a gate, biases."""
+    for name, value in (("mlp_type", "default"), ("norm_type", "layer_norm")):
+        fields.check(fields.take(name, str, value) == value, name, f"must be {value}")
+    has_bias = fields.take("use_bias", bool, True)
+    options = LAYER_NORM | {
+        "gated_mlp": False,
+        "window": fields.optional("sliding_window", int),
+        "tied_embeddings": True,
+    }
+    options |= dict.fromkeys(("projection_bias", "attention_output_bias", "mlp_bias"), has_bias)
+    options |= {"norm_epsilon": fields.take("norm_epsilon", float, 1e-5)}
+    names = {"up": "mlp.c_fc", "down": "mlp.c_proj"}
+    return _decoder(fields, options, activation="gelu_pytorch_tanh", num_kv_heads=2, max_length=4096, **names)
+
+
+def _olmo(fields: Fields) -> Family:
+    """Map OLMo 1: LayerNorms without parameters, for which we have ones and zeros."""
+    options = LAYER_NORM | _biases(fields) | {"norm_epsilon": 1e-5}
+    family = _decoder(fields, options, max_length=2048)
+    assert isinstance(family.tensors, Tensors)
+    for name in ("layers/attention_norm", "layers/mlp_norm", "norm"):
+        family.tensors.norm(name, None, bias=True, offset=1.0)
+    return family
+
+
+def _biases(fields: Fields) -> dict[str, bool]:
+    """Return the options for `attention_bias`."""
+    has_bias = fields.take("attention_bias", bool, False)
+    return {"projection_bias": has_bias, "attention_output_bias": has_bias}
+
+
+def _window_of_layers(fields: Fields) -> int | None:
+    """Return the window of Qwen's models, which must be in all layers or in none."""
     window, num_layers = fields.optional("sliding_window", int, missing=4096), fields.take("num_hidden_layers", int)
     if not fields.take("use_sliding_window", bool, False):
         window = None
@@ -306,47 +422,83 @@ def _qwen2(fields: Fields) -> Family:
         )
         allowed = "must be full_attention for all layers, or sliding_attention for all and use_sliding_window"
         fields.check(is_uniform, "layer_types", allowed)
-    window = window if is_window else None
-    return _llama_like(fields, {"projection_bias": True}, num_kv_heads=32, max_length=32_768, window=window)
+    return window if is_window else None
 
 
-def _llama_like(
-    fields: Fields, biases: dict[str, bool], *, num_kv_heads: int | None, max_length: int, window: int | None = None
+LAYER_NORM = {"norm": "layer_norm"}
+NAMES = {"output": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+NAMES |= {"mlp_norm": "post_attention_layernorm", "norm": "model.norm"}
+
+
+def _decoder(
+    fields: Fields,
+    options: dict[str, Any],
+    *,
+    max_length: int,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    activation: str = "silu",
+    fraction: float | None = None,
+    norm_offset: float = 0.0,
+    **names: str,
 ) -> Family:
-    """Map a model with Llama's layers; the numbers are the family's defaults."""
-    sizes = _sizes(fields)
+    """Map a decoder whose tensors are named like Llama's.
+
+    Args:
+        fields: the config.
+        options: fields of our `model` section that differ from `LLAMA`. `tied_embeddings` is only a default.
+        max_length: default of the config.
+        num_kv_heads: default of the config.
+        head_dim: default of the config.
+        activation: default of the config, in transformers' names.
+        fraction: default share of a head's dims that are rotated; None: all dims, in all models of the family.
+        norm_offset: number that is added to the scale of norms.
+        names: names of tensors that differ from `NAMES`.
+    """
+    sizes, names = _sizes(fields, options.get("tied_embeddings", False)), NAMES | names
     D, H, F, V = (sizes[name] for name in ("width", "num_heads", "mlp_width", "vocab_size"))
-    G, K = fields.optional("num_key_value_heads", int, missing=num_kv_heads), fields.optional("head_dim", int)
+    G = fields.optional("num_key_value_heads", int, missing=num_kv_heads)
+    K = fields.optional("head_dim", int, missing=head_dim)
     G = H if G is None else G
     if K is None:
         fields.check(D % H == 0, "num_attention_heads", f"must divide hidden_size = {D}")
         K = D // H
     fields.check(G > 0 and H % G == 0, "num_key_value_heads", f"must divide num_attention_heads = {H}")
     max_length = fields.take("max_position_embeddings", int, max_length)
+    is_centered = "norm" in options
+    share = fraction if fraction is None else fields.take("partial_rotary_factor", float, fraction)
     model = {
         **LLAMA,
+        "window": None,
+        "activation": _activation(fields, activation),
+        "norm_epsilon": fields.take(
+            "layer_norm_eps" if is_centered else "rms_norm_eps", float, 1e-5 if is_centered else 1e-6
+        ),
+        **options,
         **sizes,
-        **biases,
         "num_kv_heads": G,
         "head_dim": K,
-        "norm_epsilon": fields.take("rms_norm_eps", float, 1e-6),
-        "activation": _activation(fields, "silu"),
-        "window": window,
-        "rotary": _rotary(fields, max_length),
+        "rotary": _rotary(fields, max_length, fraction=share),
     }
     tensors, layer = Tensors(D=D, H=H, G=G, K=K, F=F, V=V), "model.layers.{layer}."
     tensors["embedding_VD"] = Tensor("model.embed_tokens.weight", (V, D))
     for ours, theirs in (("query_DHK", "q_proj"), ("key_DGK", "k_proj"), ("value_DGK", "v_proj")):
         tensors.linear(f"layers/attention/{ours}", f"{layer}self_attn.{theirs}", bias=model["projection_bias"])
     has_bias = model["attention_output_bias"]
-    tensors.linear("layers/attention/output_HKD", f"{layer}self_attn.o_proj", bias=has_bias, inputs=2)
-    for ours, theirs in (("gate_DF", "gate_proj"), ("up_DF", "up_proj"), ("down_FD", "down_proj")):
-        tensors.linear(f"layers/mlp/{ours}", f"{layer}mlp.{theirs}", bias=model["mlp_bias"])
-    tensors.norm("layers/attention_norm", f"{layer}input_layernorm")
-    tensors.norm("layers/mlp_norm", f"{layer}post_attention_layernorm")
-    tensors.norm("norm", "model.norm")
-    if not sizes["tied_embeddings"]:
-        tensors.linear("unembedding_DV", "lm_head")
+    tensors.linear("layers/attention/output_HKD", f"{layer}{names['output']}", bias=has_bias, inputs=2)
+    if model["qk_norm"] == "head":
+        for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
+            tensors.norm(f"layers/attention/{ours}", f"{layer}self_attn.{theirs}", size="K")
+    maps = {"gate_DF": "gate", "up_DF": "up", "down_FD": "down"}
+    for ours in [*maps][0 if model["gated_mlp"] else 1 :]:
+        tensors.linear(f"layers/mlp/{ours}", f"{layer}{names[maps[ours]]}", bias=model["mlp_bias"])
+    norms = {"layers/attention_norm": f"{layer}input_layernorm", "layers/mlp_norm": f"{layer}{names['mlp_norm']}"}
+    for ours, theirs in (norms | {"norm": names["norm"]}).items():
+        tensors.norm(ours, theirs, bias=is_centered, offset=norm_offset)
+    if not model["tied_embeddings"]:
+        tensors.linear("unembedding_DV", "lm_head", bias=False)
+    if model["output_bias"]:
+        tensors["output_bias_V"] = Tensor("lm_head.bias", (V,))
     return Family(model, max_length, tensors)
 
 
@@ -354,8 +506,9 @@ def _dape(fields: Fields) -> Family:
     """Map an exported run: fields and tensors have our names, and each layer has its own tensors."""
     model = {field.name: None for field in dataclasses.fields(TransformerConfig) if field.name not in NOT_EXPORTED}
     for name in model:
-        fields.check(name in fields.config, name, "is missing")
-        model[name] = fields.config[name]
+        is_there = name in fields.config
+        fields.check(is_there or name == "qk_norm", name, "is missing")  # older exports have no qk_norm
+        model[name] = fields.config[name] if is_there else GPT_NEOX[name]
         fields.read.add(name)
     tied = fields.take("tie_word_embeddings", bool, False)  # written by transformers; our field is tied_embeddings
     fields.check(not tied, "tie_word_embeddings", "must be False; tied_embeddings is this model's field")
@@ -370,4 +523,17 @@ def _dape(fields: Fields) -> Family:
     return Family(model, fields.take("max_position_embeddings", int), tensors)
 
 
-FAMILIES = {"gpt_neox": _gpt_neox, "llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "dape": _dape}
+FAMILIES = {
+    "gpt_neox": _gpt_neox,
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma": _gemma,
+    "phi": _phi,
+    "phi3": _phi3,
+    "stablelm": _stablelm,
+    "starcoder2": _starcoder2,
+    "olmo": _olmo,
+    "dape": _dape,
+}

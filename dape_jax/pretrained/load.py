@@ -105,13 +105,13 @@ def check_tensors(source: Source, tensors: dict[str, Tensor], num_layers: int) -
     needed = set()
     for layer in range(num_layers):
         for tensor in tensors.values():
-            name = tensor.name.format(layer=layer)
-            source.check(name, tensor.shape)
-            needed.add(name)
+            if name := tensor.name_in(layer):
+                source.check(name, tensor.shape)
+                needed.add(name)
     for name in sorted(set(source.tensors) - needed):
         field = f"{source.directory}: {short(name)}"
         if "unembedding_DV" not in tensors and name in ("lm_head.weight", "embed_out.weight"):  # some store a copy
-            is_copy = np.array_equal(source.read(name), source.read(tensors["embedding_VD"].name))
+            is_copy = np.array_equal(source.read(name), source.read(tensors["embedding_VD"].name or ""))
             require(is_copy, field, "tensor", "must be a copy of the embedding, because tie_word_embeddings is true")
         else:
             is_known = name.endswith(BUFFERS)
@@ -151,8 +151,9 @@ def read_params(source: Source, tensors: dict[str, Tensor], config: TransformerC
 
 def _put(source: Source, tensor: Tensor, layer: int, shape: tuple[int, ...], sharding: NamedSharding) -> Array:
     """Put a tensor in our layout on its devices, and wait: queued transfers would keep several tensors in memory."""
-    name = tensor.name.format(layer=layer)
-    value = np.asarray(tensor.convert(source.read(name)), np.float32, order="C")
+    name = tensor.name_in(layer)
+    read = np.zeros(tensor.shape, np.float32) if name is None else source.read(name)
+    value = np.asarray(tensor.convert(read), np.float32, order="C")
     assert value.shape == shape, (name, value.shape, shape)
     # Check only the extremes: `isfinite` of all values would allocate an array. The minimum is NaN if any value is.
     is_finite = bool(np.isfinite(value.min()) and np.isfinite(value.max()))

@@ -67,6 +67,7 @@ DEFAULTS: dict[str, Any] = {
     "norm_epsilon": 1e-5,
     "activation": "gelu",
     "gated_mlp": False,
+    "qk_norm": "none",
     "projection_bias": True,
     "attention_output_bias": True,
     "mlp_bias": True,
@@ -111,6 +112,7 @@ class DapeConfig(PretrainedConfig):
         self.mlp_width = 4 * self.width if self.mlp_width is None else self.mlp_width
         _one_of("norm", self.norm, ("layer_norm", "rms_norm"))
         _one_of("activation", self.activation, ACTIVATIONS)
+        _one_of("qk_norm", self.qk_norm, ("none", "head"))
         _one_of("rotary", self.rotary["name"], ("none", "rope", "pi", "ntk", "yarn", "llama3"))
         _one_of("bias", self.bias["name"], ("nope", *BIASES))
         _one_of("processor", self.processor["name"], ("none", "dape"))
@@ -130,7 +132,8 @@ def rotary_frequencies(rotary: dict[str, Any], head_dim: int) -> tuple[list[floa
 
         w_m = base^(-2m/R), m < R/2, R = fraction K
 
-    "pi" divides all angles by the factor; "ntk" enlarges the base; "yarn" and "llama3" divide the slow ones.
+    "pi" divides all angles by the factor; "ntk" enlarges the base; "yarn" and "llama3" divide the slow ones. Options
+    that a checkpoint of an older version lacks have their defaults.
 
     Args:
         rotary: {"name": "rope" | "pi" | "ntk" | "yarn" | "llama3", "base": .., "fraction": .., ..}.
@@ -150,10 +153,11 @@ def rotary_frequencies(rotary: dict[str, Any], head_dim: int) -> tuple[list[floa
         def dim_of(turns: float) -> float:
             return size * math.log(rotary["train_length"] / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-        low = max(math.floor(dim_of(rotary["beta_fast"])), 0)
-        high = min(math.ceil(dim_of(rotary["beta_slow"])), size - 1)
+        low, high = dim_of(rotary["beta_fast"]), dim_of(rotary["beta_slow"])
+        low, high = (math.floor(low), math.ceil(high)) if rotary.get("truncate", True) else (low, high)
+        low, high = max(low, 0), min(high, size - 1)
         kept = [1 - min(max((m - low) / ((high - low) or 1e-3), 0), 1) for m in range(size // 2)]
-        scale = 0.1 * math.log(factor) + 1
+        scale = rotary.get("attention_factor") or 0.1 * math.log(factor) + 1
     elif name == "llama3":
         low, high = rotary["low_frequency_factor"], rotary["high_frequency_factor"]
         turns = [rotary["train_length"] * w / (2 * math.pi) for w in frequencies]
@@ -525,20 +529,24 @@ def project(equation: str, x: Tensor, weight: Tensor, bias: Tensor | None = None
 
 
 class Norm(nn.Module):
-    """LayerNorm, or RMSNorm, of the residual stream in its dtype."""
+    """LayerNorm of the last dim, or without a bias RMSNorm, in the dtype of the input."""
 
-    def __init__(self, config: DapeConfig):
+    def __init__(self, size: int, epsilon: float, has_bias: bool):
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(config.width))
-        self.bias = nn.Parameter(torch.zeros(config.width)) if config.norm == "layer_norm" else None
-        self.epsilon = config.norm_epsilon
+        self.scale, self.epsilon = nn.Parameter(torch.ones(size)), epsilon
+        self.bias = nn.Parameter(torch.zeros(size)) if has_bias else None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return the normalised residual stream."""
+        """Return the normalised input."""
         scale = self.scale.to(x_BTD.dtype)
         if self.bias is None:
             return x_BTD * torch.rsqrt(x_BTD.square().mean(-1, keepdim=True) + self.epsilon) * scale
         return functional.layer_norm(x_BTD, x_BTD.shape[-1:], scale, self.bias.to(x_BTD.dtype), self.epsilon)
+
+
+def make_norm(config: DapeConfig) -> Norm:
+    """Return a norm of the residual stream."""
+    return Norm(config.width, config.norm_epsilon, config.norm == "layer_norm")
 
 
 def _normal(std: float, *shape: int) -> nn.Parameter:
@@ -562,6 +570,8 @@ class SelfAttention(nn.Module):
         self.output_bias_D = _zeros(config.attention_output_bias, D)
         self.bias = None if config.bias["name"] in SHARED_BY_LAYERS else make_bias(config.bias, H, K)
         self.processor = make_processor(config.processor, H, config.bias["name"] != "nope")
+        has_norm, epsilon = config.qk_norm == "head", config.norm_epsilon
+        self.query_norm, self.key_norm = (Norm(K, epsilon, False) if has_norm else None for _ in "qk")
         self.rotary, self.window, self.layer = config.rotary, config.window, layer
 
     def forward(self, x_BTD: Tensor, pos_BS: Tensor, shared_bias: Bias | None, cache: Cache | None) -> Tensor:
@@ -576,6 +586,9 @@ class SelfAttention(nn.Module):
         q_BTHK = project("BTD,DHK->BTHK", x_BTD, self.query_DHK, self.query_bias_HK)
         k_BSGK = project("BTD,DHK->BTHK", x_BTD, self.key_DGK, self.key_bias_GK)
         v_BSGK = project("BTD,DHK->BTHK", x_BTD, self.value_DGK, self.value_bias_GK)
+        if self.query_norm is not None and self.key_norm is not None:  # in float32
+            q_BTHK = self.query_norm(q_BTHK.to(x_BTD.dtype)).to(q_BTHK.dtype)
+            k_BSGK = self.key_norm(k_BSGK.to(x_BTD.dtype)).to(k_BSGK.dtype)
         q_pos_BT = pos_BS[:, -x_BTD.shape[1] :]
         q_BTHK, k_BSGK = (rotate(x, q_pos_BT, self.rotary) for x in (q_BTHK, k_BSGK))
         if cache is not None:  # the cache has heads before positions
@@ -615,8 +628,8 @@ class Block(nn.Module):
 
     def __init__(self, config: DapeConfig, layer: int):
         super().__init__()
-        self.attention_norm, self.attention = Norm(config), SelfAttention(config, layer)
-        self.mlp_norm, self.mlp = Norm(config), MLP(config)
+        self.attention_norm, self.attention = make_norm(config), SelfAttention(config, layer)
+        self.mlp_norm, self.mlp = make_norm(config), MLP(config)
         self.parallel_residual = config.parallel_residual
 
     def forward(self, x_BTD: Tensor, *args: Any) -> Tensor:
@@ -643,7 +656,7 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
         is_shared = config.bias["name"] in SHARED_BY_LAYERS
         self.shared_bias = make_bias(config.bias, config.num_heads, config.head_dim) if is_shared else None
         self.layers = nn.ModuleList([Block(config, layer) for layer in range(config.num_layers)])
-        self.norm = Norm(config)
+        self.norm = make_norm(config)
         self.unembedding_DV = None if config.tied_embeddings else _normal(std, D, V)
         self.output_bias_V = _zeros(config.output_bias, V)
         self.gradient_checkpointing = False
