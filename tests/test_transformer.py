@@ -149,6 +149,8 @@ def test_a_block_is_its_equation(form):
         a = block.attention
         names = ("query_DHK", "query_bias_HK"), ("key_DGK", "key_bias_GK"), ("value_DGK", "value_bias_GK")
         q, k, v = (project("BTD,DHK->BTHK", x, a, *each) for each in names)
+        if config.qk_norm == "head":
+            q, k = norm(a.query_norm, q), norm(a.key_norm, k)
         run = jax.jit(functools.partial(attend, causal=config.causal))
         out = np.asarray(run(q, k, v, pos_T, pos_T, bias=a.bias, processor=a.processor))
         return project("BTHK,HKD->BTD", out, a, "output_HKD", "output_bias_D")
