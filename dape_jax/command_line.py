@@ -5,7 +5,6 @@ import io
 import logging
 import os
 import re
-import signal
 import sys
 import typing
 from collections.abc import Callable, Sequence
@@ -37,7 +36,7 @@ def run(
         OverflowError                     2, a size of the config that does not fit into a device's integers
         NonFiniteError                    1
         OSError                           1, for example for an unreadable file or a full disk
-        StoppedError                      143
+        StoppedError                      143 after SIGTERM, 138 after SIGUSR1
         Ctrl-C                            130
         BrokenPipeError                   141, without a line
 
@@ -85,7 +84,7 @@ def run(
         sys.exit(141)
     except StoppedError as error:
         print(error, file=sys.stderr)
-        sys.exit(128 + signal.SIGTERM)
+        sys.exit(128 + error.number)
     except (InputError, OverflowError, NonFiniteError, OSError) as error:
         prefix = "a number of the config is too large: " if isinstance(error, OverflowError) else ""
         lines = error.messages if isinstance(error, InputError) else [f"{prefix}{error}"]

@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from dape_jax.config import differences
-from dape_jax.errors import InputError, require
+from dape_jax.errors import InputError, StoppedError, require
 
 Result = TypeVar("Result")
 
@@ -188,9 +188,11 @@ def require_single_process() -> None:
 
 
 class PreemptionGuard:
-    """Agreement of all processes on the step after which a SIGTERM to any of them stops the run.
+    """Agreement of all processes on the step after which SIGTERM or SIGUSR1 to any of them stops the run.
 
-    with PreemptionGuard() as preemption:  # from here on, the first SIGTERM does not end the process
+    with PreemptionGuard() as preemption:  # from here on, the first SIGTERM and no SIGUSR1 end the process
+
+    `signal` is the one that this process received, or SIGTERM if another process received one.
 
     With several processes, jax chooses, in the background, a step number that no process has queried yet, and returns
     True for that number only. The queried numbers must therefore be consecutive from 1: a run that resumes at step 500
@@ -199,27 +201,36 @@ class PreemptionGuard:
 
     def __init__(self):
         self.is_alone, self.is_told, self.num_asked = jax.process_count() == 1, False, 0
+        self.signal = signal.SIGTERM
 
     def __enter__(self) -> "PreemptionGuard":
-        if self.is_alone:
-            self.previous = signal.signal(signal.SIGTERM, self._tell)
+        handled = (signal.SIGUSR1, *([signal.SIGTERM] if self.is_alone else []))  # jax handles it in several processes
+        self.previous = {each: signal.signal(each, self._tell) for each in handled}
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self.is_alone:
-            signal.signal(signal.SIGTERM, self.previous)
+        for each, handler in self.previous.items():
+            signal.signal(each, handler)
 
-    def _tell(self, *_: object) -> None:
-        self.is_told = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # another SIGTERM ends the process at once
+    def _tell(self, number: int, _: object) -> None:
+        is_first, self.is_told, self.signal = not self.is_told, True, signal.Signals(number)
+        if number == signal.SIGTERM:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # another SIGTERM ends the process at once
+        elif is_first and not self.is_alone:
+            os.kill(os.getpid(), signal.SIGTERM)  # jax tells the others
 
     def should_stop(self, step: int) -> bool:
         """Return whether to save and stop after this step."""
-        stop = self.is_told
+        stop = self.is_told and self.is_alone
         while not self.is_alone and self.num_asked < step:
             self.num_asked += 1
             stop |= multihost_utils.reached_preemption_sync_point(self.num_asked)
         if stop and not self.is_alone:
+            self.is_told = True  # a later SIGUSR1 must not end the process
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax would log the SIGTERM several times
         return stop
+
+    def stopped(self, where: str) -> StoppedError:
+        """Return the error that ends the run at this place, such as "after step 3, saved"."""
+        return StoppedError(f"stopped by {self.signal.name} {where}; the same command resumes", self.signal)

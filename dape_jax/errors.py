@@ -2,6 +2,7 @@
 
 import difflib
 import importlib.util
+import signal
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -22,7 +23,11 @@ class NonFiniteError(RuntimeError):
 
 
 class StoppedError(RuntimeError):
-    """Run stopped by SIGTERM after saving its state; command lines print it and exit with the signal's status."""
+    """Run stopped by a signal after saving its state; command lines print it and exit with 128 + its number."""
+
+    def __init__(self, message: str, number: int = signal.SIGTERM):
+        super().__init__(message)
+        self.number = number
 
 
 def require(condition: bool, field: str, value: object, allowed: str) -> None:

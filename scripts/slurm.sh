@@ -20,8 +20,8 @@
 srun --label python train.py "$@"
 status=$?
 
-# 143: stopped by SIGTERM. 134, 137: a process died, and the runtime ended the others.
+# 143, 138: stopped by SIGTERM, SIGUSR1. 134, 137: a process died, and the runtime ended the others.
 case $status in
-143 | 134 | 137) [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ] && scontrol requeue "$SLURM_JOB_ID" ;;
+143 | 138 | 134 | 137) [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ] && scontrol requeue "$SLURM_JOB_ID" ;;
 esac
 exit $status

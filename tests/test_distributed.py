@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from processes import ROOT, Run, losses, steps
 from test_training import saved_arrays
 
-from dape_jax import distributed
+from dape_jax import command_line, distributed
 from dape_jax.config import RunConfig
 from dape_jax.distributed import PreemptionGuard
 from dape_jax.errors import InputError, StoppedError
@@ -155,14 +155,31 @@ def test_a_program_for_one_process_refuses_several(monkeypatch, name):
 # ---- stopping
 
 
-def test_sigterm_to_a_single_process_is_noticed_and_the_handler_restored():
-    before = signal.getsignal(signal.SIGTERM)
-    with PreemptionGuard() as preemption:
-        assert not preemption.should_stop(7)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert preemption.should_stop(8)
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # another one ends the process
-    assert signal.getsignal(signal.SIGTERM) == before
+def test_a_signal_to_a_single_process_is_noticed_and_the_handlers_restored():
+    """A second SIGTERM ends the process at once; a second SIGUSR1, which SLURM may send, does not."""
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
+    for sent in (signal.SIGTERM, signal.SIGUSR1):
+        with PreemptionGuard() as preemption:
+            assert not preemption.should_stop(7)
+            os.kill(os.getpid(), sent)
+            assert preemption.should_stop(8)
+            assert preemption.signal == sent
+            assert (signal.getsignal(signal.SIGTERM) == signal.SIG_DFL) == (sent == signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert preemption.should_stop(8)
+        assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)] == before
+
+
+def test_the_status_and_message_of_a_stop_name_the_signal(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        PreemptionGuard, "should_stop", lambda guard, step: guard._tell(signal.SIGUSR1, None) or guard.is_told
+    )
+    spec = tiny.spec(tmp_path, model__num_layers=1, train__num_steps=2)
+    monkeypatch.setattr(command_line.app, "run", lambda main, flags_parser: main(["program"]))
+    with pytest.raises(SystemExit) as status:
+        command_line.run(lambda: loop.train(spec, tmp_path / "run"))
+    assert status.value.code == 138
+    assert capsys.readouterr().err.splitlines()[-1] == "stopped by SIGUSR1 before step 1; the same command resumes"
 
 
 @given(start=st.integers(0, 50), noticed_at=st.integers(0, 60), num_steps=st.integers(1, 60))
@@ -291,21 +308,24 @@ def test_two_processes_resume_the_run_of_one_with_context_parallelism(root, tmp_
 
 @pytest.mark.slow
 def test_two_processes_stop_together_and_die_together(root, tmp_path):
-    """SIGTERM to one process stops both at the same step; SIGKILL of one ends the other within half a minute."""
+    """A signal to one process stops both at the same step; SIGKILL of one ends the other within half a minute."""
     workdir = tmp_path / "run"
     endless = (
         "--config.train.num_steps=100000",
         "--config.train.eval_interval=20",
         "--config.train.checkpoint_interval=20",
     )
-    two = Run(root, workdir, 2, *endless)
-    two.until(lambda: steps(workdir))
-    two.processes[1].send_signal(signal.SIGTERM)
-    assert two.wait() == [143, 143], two.texts()
-    said = re.search(r"^stopped by SIGTERM after step (\d+), saved; the same command resumes$", two.texts()[0], re.M)
-    assert said, two.texts()
-    stopped_after = steps(workdir)[-1]
-    assert int(said[1]) == stopped_after
+    stopped_after = 0
+    for sent in (signal.SIGTERM, signal.SIGUSR1):
+        two = Run(root, workdir, 2, *endless)
+        two.until(lambda: [step for step in steps(workdir) if step > stopped_after])  # noqa: B023
+        two.processes[1].send_signal(sent)
+        assert two.wait() == [143, 128 + sent], two.texts()
+        for text, name in zip(two.texts(), ("SIGTERM", sent.name), strict=True):
+            said = re.search(rf"^stopped by {name} after step (\d+), saved; the same command resumes$", text, re.M)
+            assert said, two.texts()
+            assert int(said[1]) == steps(workdir)[-1] > stopped_after
+        stopped_after = steps(workdir)[-1]
 
     two = Run(root, workdir, 2, *endless)
     two.until(lambda: steps(workdir)[-1] > stopped_after)

@@ -8,6 +8,7 @@ import sys
 import types
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 import tiny
 
@@ -108,6 +109,42 @@ def test_progress_is_a_line_a_minute(monkeypatch, caplog):
     assert [line.partition(" of ")[0] for line in lines] == ["run: 120", "run: 240", "run: 300"]
     assert lines[0] == "run: 120 of 1000 steps, 01:00 elapsed, 07:20 left"
     assert progress.sys.stderr.getvalue() == ""  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_rates_are_means_since_the_last_line_without_compilation_validation_and_saving(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="dape_jax")
+    clock = [1000.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
+    monkeypatch.setattr(metrics, "time", types.SimpleNamespace(monotonic=lambda: clock[0], time=lambda: clock[0]))
+    monkeypatch.setattr(progress.sys, "stderr", io.StringIO())
+    monkeypatch.setattr(metrics, "mfu", lambda flops, *_: flops / logger.token_flops / 1000)
+    names = ("loss_nats", "gradient_norm", "applied", "bad", "num_applied", "skipped", "bad_in_a_row")
+    values = {name: jnp.float32(name in ("loss_nats", "applied", "num_applied")) for name in names}
+    run = RunConfig.from_dict(tiny.spec(tmp_path, train__num_steps=10))
+
+    def steps(*seconds: float) -> None:
+        for each in seconds:
+            logger.log(logger.bar.n + 1, values, 12_000)
+            clock[0] += each
+            logger.flush()
+
+    with metrics.MetricLogger(tmp_path, run, 0) as logger:
+        clock[0] += 500  # compiles
+        logger.restart_clock()
+        steps(30, 90)
+        clock[0] += 700
+        logger.log_validation(2, {"loss_nats": 1.0})
+        steps(20)
+        logger.sync()
+        clock[0] += 40  # saves
+        logger.restart_clock()
+        steps(20, 20)
+    lines = [line for line in caplog.messages if " of 10 steps" in line]
+    assert "2 of 10 steps, 10:20 elapsed, 08:00 left, loss 1.000, 200 tokens/s, MFU 20.0%" in lines[0]
+    assert "5 of 10 steps, 23:40 elapsed, " in lines[1]
+    assert "600 tokens/s, MFU 60.0%, validation 1.000" in lines[1]
+    assert list(metrics.read_metrics(tmp_path)["train/step_seconds"].values()) == [30, 90, 20, 20, 20]
+    assert metrics.read_metrics(tmp_path)["train/mfu"][2] == pytest.approx(12 / 90)
 
 
 def test_every_destination_has_every_scalar_of_every_step_once(told):

@@ -30,7 +30,7 @@ from dape_jax.config import (
 from dape_jax.data.store import follow_corpus
 from dape_jax.data.tokenizers import save_tokenizer
 from dape_jax.distributed import PreemptionGuard, SharedTimer, process_zero_only, require_same, wait_for_all
-from dape_jax.errors import InputError, StoppedError, require, require_package
+from dape_jax.errors import InputError, require, require_package
 from dape_jax.model.transformer import Params, attention_of, model_structure, parameter_counts
 from dape_jax.provenance import package_versions
 from dape_jax.sharding import make_mesh, put_batch
@@ -74,7 +74,7 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, c
         InputError: bad input, or a checkpoint that cannot be read or written.
         NonFiniteError: more than `train.max_bad_steps` consecutive steps are not finite, or a validation loss is not;
             earlier checkpoints are kept.
-        StoppedError: SIGTERM; the state is saved.
+        StoppedError: SIGTERM or SIGUSR1; the state is saved.
     """
     # ---- check the config
     workdir = epath.Path(workdir)
@@ -173,7 +173,7 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, c
             contextlib.ExitStack() as trace,
         ):
             if preemption.should_stop(start):
-                raise StoppedError(f"stopped by SIGTERM before step {start + 1}; the same command resumes")
+                raise preemption.stopped(f"before step {start + 1}")
             timer = SharedTimer(run.train.checkpoint_seconds, start)
             traced = run.train.profile_steps if jax.process_index() == 0 else ()
             for step in range(start + 1, run.train.num_steps + 1):
@@ -182,6 +182,7 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, c
                 batch = put_batch(batch, mesh)
                 if step == start + 1:
                     compile_step(train_step, state, batch)
+                    metric_logger.restart_clock()
                 if traced and step == max(traced[0], start + 1) <= traced[1]:
                     trace.enter_context(jax.profiler.trace(str(workdir / "profile")))
                 state, metrics = train_step(state, batch)
@@ -202,9 +203,10 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, c
                     metric_logger.sync()
                     jsons = {"data": source.batches.get_state(), "config": record}
                     checkpoint.save(manager, step, state._asdict(), jsons, validation_nats)
+                    metric_logger.restart_clock()
                 if stop and not last:
                     manager.wait_until_finished()
-                    raise StoppedError(f"stopped by SIGTERM after step {step}, saved; the same command resumes")
+                    raise preemption.stopped(f"after step {step}, saved")
     log_end(workdir, run.train.num_steps)
 
 

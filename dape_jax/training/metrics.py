@@ -48,6 +48,7 @@ Sink = Callable[[int, dict[str, float]], object]  # receives a step and its scal
 class MetricLogger:
     """Progress, `metrics.jsonl` and sinks, one step behind the device. Only process 0 writes.
 
+    Rates in lines of progress are means over the steps since the last line; the record has those of each step.
     The metrics of a step are fetched after the next step is dispatched, so that the device never waits for the host.
     """
 
@@ -83,7 +84,7 @@ class MetricLogger:
         self.bar = self.stack.enter_context(bar)
         self.train_text, self.validation_text = "", ""
         self.pending: tuple[int, dict[str, jax.Array], int] | None = None
-        self.fetched_at = time.monotonic()
+        self.fetched_at, self.tokens, self.seconds = time.monotonic(), 0, 0.0  # since the last line of progress
 
     def __enter__(self) -> "MetricLogger":
         return self
@@ -116,16 +117,20 @@ class MetricLogger:
         is_bad, bad_in_a_row = bool(values.pop("bad")), int(values.pop("bad_in_a_row"))
         now = time.monotonic()
         step_seconds, self.fetched_at = now - self.fetched_at, now
-        tokens_per_second = tokens / step_seconds
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + step_seconds
+        per_second = self.tokens / self.seconds
         # Skipped steps do not advance the schedule.
         values["learning_rate"] = float(self.learning_rates[max(num_applied - 1, 0)])
-        values |= {"tokens_per_second": tokens_per_second, "step_seconds": step_seconds}
-        self.train_text = f"loss {values['loss_nats']:.3f}, {tokens_per_second:,.0f} tokens/s"
+        values |= {"tokens_per_second": tokens / step_seconds, "step_seconds": step_seconds}
+        self.train_text = f"loss {values['loss_nats']:.3f}, {per_second:,.0f} tokens/s"
         if self.token_flops is not None:
-            share = mfu(tokens_per_second * self.token_flops, jax.devices()[0].device_kind, jax.device_count())
+            flops, devices = self.token_flops, jax.devices()
+            share, mean = (
+                mfu(rate * flops, devices[0].device_kind, len(devices)) for rate in (tokens / step_seconds, per_second)
+            )
             if share is not None:
                 values["mfu"] = share
-                self.train_text += f", MFU {share:.1%}"
+                self.train_text += f", MFU {mean:.1%}"
         reason = None if applied else "bad" if is_bad else "overflow"
         self._write("train", step, values, {} if reason is None else {"reason": reason})
         if reason is not None:
@@ -137,7 +142,8 @@ class MetricLogger:
             if self.is_first:
                 logger.warning("step %d: skipped (%s): %s", step, reason, numbers)
         self.bar.set_postfix_str(self.train_text + self.validation_text, refresh=False)
-        self.bar.update()
+        if self.bar.update():
+            self.tokens, self.seconds = 0, 0.0
 
     def log_validation(self, step: int, validation: dict[str, float]) -> None:
         """Report the results of a validation.
@@ -153,7 +159,14 @@ class MetricLogger:
         if "accuracy" in validation:
             self.validation_text += f", accuracy {validation['accuracy']:.1%}"
         self.bar.set_postfix_str(self.train_text + self.validation_text, refresh=self.bar.is_terminal)
-        self.fetched_at = time.monotonic()
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave the time since the newest report out of rates and remaining time: a compilation, validation or save."""
+        now = time.monotonic()
+        if self.is_first:
+            self.bar.last_print_t += now - self.fetched_at
+        self.fetched_at = now
 
     def sync(self) -> None:
         """Report the pending step and write the record of all steps so far. Call it before a checkpoint.
