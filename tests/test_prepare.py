@@ -348,6 +348,14 @@ def test_the_end_of_one_text_is_held_out(tmp_path: Path, form: str, piece: int):
     assert len(digests) == 1
 
 
+def test_python_source_keeps_its_mark(tmp_path: Path):
+    """The digest of the standard library, which has such files, is that of published results."""
+    for name in ("a.py", "b.txt"):
+        write(tmp_path / name, TEXT.encode("utf-8-sig"))
+    made = prepare(config(tmp_path, tmp_path / "out")).corpus
+    assert "".join(texts(made)) == "\ufeff" + TEXT + TEXT
+
+
 def test_training_takes_one_text_as_preparation_does(tmp_path: Path, caplog):
     source = write(tmp_path / "input.txt", TEXT.encode())
     data = DataConfig(str(source), "bytes", str(tmp_path / "cache"), 0.01, 0)
@@ -446,9 +454,12 @@ def test_recipes_of_older_corpora_are_unchanged(tmp_path: Path):
     assert [*recipe] == names.split()
     stat = (tmp_path / "a.jsonl").stat()
     assert recipe["input"] == {str(tmp_path / "a.jsonl"): [stat.st_size, stat.st_mtime_ns]}
-    for option in ({"document_separator": "=="}, {"validation": given.input}):
-        with pytest.raises(InputError, match=r"was made with|no files|no documents"):
-            prepare(dataclasses.replace(given, **option))
+    other = write(tmp_path / "b.jsonl", *LINES)
+    for name, value in {"document_separator": "==", "validation": (str(other),)}.items():
+        with pytest.raises(InputError, match=rf"^{name} = .* was made with it"):
+            prepare(dataclasses.replace(given, **{name: value}))
+    with pytest.raises(InputError, match=r"^input = .*: must have files that are not in validation"):
+        prepare(dataclasses.replace(given, validation=given.input))
 
 
 def test_what_is_left_out_is_named_at_every_start(tmp_path: Path, caplog):

@@ -91,7 +91,7 @@ def prepare(config: PrepareConfig) -> Prepared:
         percent, few = 100 * config.validation_fraction, "there are too few documents to choose whole ones"
         logger.info("held out: about the last %.3g %%, after %s bytes or ids: %s", percent, f"{record.cut:,}", few)
     if names := left_out(output, record):
-        level = logging.WARNING if record.rejected or record.skipped.keys() - {"filtered"} else logging.INFO
+        level = logging.WARNING if record.rejected or record.skipped["too long"] else logging.INFO
         logger.log(level, "left out: %s; see %s", names, output / REJECTED_FILE)
     return Prepared(open_corpus(output), record)
 
@@ -136,9 +136,12 @@ def _recipe(config: PrepareConfig, *excluded: Path) -> tuple[dict[str, Any], lis
     """
     files, tokenizer = find_files(config.input, excluded), None
     if config.validation:
-        held_out = [file._replace(split="validation") for file in find_files(config.validation, excluded, "validation")]
-        paths = {file.path for file in held_out}
-        files = [file._replace(split="train") for file in files if file.path not in paths] + held_out
+        others = [file._replace(split="validation") for file in find_files(config.validation, excluded, "validation")]
+        paths = {file.path for file in others}
+        files = [file._replace(split="train") for file in files if file.path not in paths] + others
+        require(
+            files[0].split == "train", "input", ",".join(config.input), "must have files that are not in validation"
+        )
     num_files = Counter(file.split for file in files)
     files = [file._replace(is_alone=num_files[file.split] == 1) for file in files]
     if config.tokenizer is not None:
@@ -148,6 +151,10 @@ def _recipe(config: PrepareConfig, *excluded: Path) -> tuple[dict[str, Any], lis
         of_ids = next((file.path for file in files if holds_ids(file.path)), None)
         require(of_ids is None, "train_bpe", config.train_bpe, f"{of_ids} has ids: give their tokenizer, --tokenizer")
         name = {"train_bpe": config.train_bpe, "train_bpe_bytes": TRAIN_BPE_BYTES}
+    named, held_out = (
+        {file.path: [file.num_bytes, file.version] for file in files if (file.split == "validation") == is_held_out}
+        for is_held_out in (False, True)
+    )
     recipe = {
         "format_version": FORMAT_VERSION,
         **name,
@@ -156,15 +163,11 @@ def _recipe(config: PrepareConfig, *excluded: Path) -> tuple[dict[str, Any], lis
         "min_length": config.min_length,
         "max_length": config.max_length,
         "validation_fraction": config.validation_fraction,
-        "input": {file.path: [file.num_bytes, file.version] for file in files if file.split != "validation"},
+        "input": named,
     }
     # Absent by default, so that corpora made before these options existed keep their recipe.
-    if config.document_separator is not None:
-        recipe["document_separator"] = config.document_separator
-    if config.validation:
-        recipe["validation"] = {
-            file.path: [file.num_bytes, file.version] for file in files if file.split == "validation"
-        }
+    optional = {"document_separator": config.document_separator, "validation": held_out}
+    recipe |= {name: value for name, value in optional.items() if value}
     return json.loads(json.dumps(recipe)), files, tokenizer
 
 

@@ -50,7 +50,8 @@ _HEAD_BYTES = 8192
 def open_input(path: str) -> Iterator[tuple[Any, bytes]]:
     """Open a file as a stream of bytes, and yield it with its first bytes.
 
-    Compressed content is decompressed, whatever its name. Text with a byte order mark is decoded, and becomes UTF-8.
+    Compressed content is decompressed, whatever its name. Text with a byte order mark is decoded, and becomes UTF-8
+    without the mark.
     """
     with contextlib.ExitStack() as stack:
         content: Any = stack.enter_context(fsspec.open(path, "rb", compression=None))
@@ -65,7 +66,8 @@ def open_input(path: str) -> Iterator[tuple[Any, bytes]]:
             content.seek(0)  # with a new decompressor: after damage, the first may return nothing
             content = stack.enter_context(decompress(content))
         for mark, encoding in _MARKS.items():
-            if head.startswith(mark):
+            # Python source keeps it: the corpus of the standard library, and the results on it, would be others.
+            if head.startswith(mark) and (encoding is not None or not path.endswith(".py")):
                 content.seek(len(mark))
                 head = head[len(mark) :]
                 if encoding is not None:
