@@ -275,6 +275,8 @@ def test_a_text_for_validation_is_used_whole_and_so_is_the_other(tmp_path: Path)
     (train,), (validation,) = corpora.train.values(), corpora.validation.values()
     assert Counter(texts(train)) == Counter(DOCUMENTS[:9])
     assert Counter(texts(validation)) == Counter(DOCUMENTS[20:])
+    inner = load_corpora(dataclasses.replace(both, path=f"{tmp_path}/o*/*.txt", validation_path=str(other / "0.txt")))
+    assert [store.num_documents for store in inner.stores("all")] == [28, 1]  # files are not in both
     (other / "new.txt").write_bytes(b"more")
     assert load_corpora(both).digest != corpora.digest
     with pytest.raises(InputError, match=r"data\.validation_path = '/nowhere': input = "):

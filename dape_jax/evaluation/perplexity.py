@@ -209,7 +209,8 @@ def common_text(
     allowed = "must be the same text and tokenizer for all; --data=TEXT scores all runs of one tokenizer on one text"
     require(len({each.digest for each in corpora}) == 1, "data", texts, allowed)
     stores = corpora[0].stores(split)
-    require(bool(stores), "split", split, f"must have documents in {texts[models[0].name]}")
+    allowed = f"must have documents in {texts[models[0].name]}; --split=all scores the documents of both splits"
+    require(bool(stores), "split", split, allowed)
     verify_stores(stores, verify)
     return joined(stores), corpora[0].digest
 

@@ -77,7 +77,8 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh, verify: bool = False
 def load_corpora(config: DataConfig, lossy: bool = False, validation_fraction: float | None = None) -> Corpora:
     """Open the corpora of a config: at `data.path` or of the mixture, and at `data.validation_path`.
 
-    The arguments are those of `load_corpus`. With `data.validation_path`, all documents of raw text are trained on.
+    The arguments are those of `load_corpus`. With `data.validation_path`, all documents of other raw text are trained
+    on; files that both paths name are held out.
 
     Raises:
         InputError: as in `load_corpus`; all texts must have the same tokenizer, by default that of a prepared corpus.
@@ -86,16 +87,19 @@ def load_corpora(config: DataConfig, lossy: bool = False, validation_fraction: f
     require(bool(config.weights), "data.path", config.path, allowed)
     field, held_out = "data.path" if config.mixture is None else "data.mixture", config.validation_path
     texts = dict.fromkeys(config.weights, field) | ({} if held_out is None else {held_out: "data.validation_path"})
-    if config.tokenizer is None and len(texts) > 1:
-        found = next(filter(None, (find_corpus(path, config, name) for path, name in texts.items())), None)
-        if found is not None:
-            file = found / "train" / TOKENIZER_FILE
-            config = dataclasses.replace(config, tokenizer=str(file) if file.exists() else Bytes.name)
-    fraction = validation_fraction if held_out is None else 0.0
-    corpora = {path: load_corpus(config, lossy, path, field, fraction) for path in config.weights}
+    prepared = {path: find_corpus(path, config, name) for path, name in texts.items()}
+    first = next(filter(None, prepared.values()), None)
+    if config.tokenizer is None and first is not None and len(texts) > 1:
+        file = first / "train" / TOKENIZER_FILE
+        config = dataclasses.replace(config, tokenizer=str(file) if file.exists() else Bytes.name)
+    if held_out is not None:
+        validation_fraction, alone = 0.0, dataclasses.replace(config, validation_path=None)
+        of_held_out = load_corpus(alone, lossy, held_out, texts[held_out], 1.0)
+        config = config if prepared[held_out] is None else alone
+    corpora = {path: load_corpus(config, lossy, path, field, validation_fraction) for path in config.weights}
     train, validation = ({path: getattr(each, split) for path, each in corpora.items()} for split in SPLITS)
     if held_out is not None:
-        validation = {held_out: load_corpus(config, lossy, held_out, texts[held_out], 1.0).validation}
+        validation = {held_out: of_held_out.validation}
     return Corpora(train, validation, config.weights)
 
 
@@ -115,7 +119,7 @@ def load_corpus(
         path: path of the corpus; `config.path` if it is None.
         field: name of the path, for messages.
         validation_fraction: share of raw text's documents for validation; that of the config if it is None. With 0 or
-            1, one split is empty.
+            1, one split is empty. If `config.validation_path` is raw text, its files are the validation split.
 
     Raises:
         InputError: there is no text, a split has no documents, the tokenizer is missing or differs from the prepared

@@ -109,6 +109,7 @@ def prepare_text(path: str, data: DataConfig, lossy: bool, field: str, validatio
     try:
         config = PrepareConfig(
             input=(path,),
+            validation=() if data.validation_path is None else (data.validation_path,),
             output=data.cache_dir,
             tokenizer=data.tokenizer,
             lossy=lossy,
