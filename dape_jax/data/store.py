@@ -17,11 +17,12 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -180,6 +181,10 @@ class TokenStore:
         Raises:
             InputError: the files have changed since they were written, or were written by another program.
         """
+        verify_stores([self], full)
+
+    def verify_blocks(self, full: bool) -> Iterator[bool]:
+        """Yield True after each block that `verify` has read."""
         stats = {name: os.stat(self.directory / name) for name in (TOKENS_FILE, OFFSETS_FILE, SIDECAR_FILE)}
         fields = ("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino", "st_dev")
         identity = {name: [getattr(stat, field) for field in fields] for name, stat in stats.items()}
@@ -196,6 +201,7 @@ class TokenStore:
                 digest.update(block.data)
                 largest = max(largest, int(block.max()))
                 bar.update(block.nbytes)
+                yield True
         digest.update(np.ascontiguousarray(self.offsets, "<i8").data)
         file, found = self.directory / SIDECAR_FILE, digest.hexdigest()
         require(found == self.digest, f"{file}: digest", self.digest, f"must be the digest of the files, {found}")
@@ -250,10 +256,13 @@ class Corpora:
         return [store for stores in chosen for store in stores.values() if store.num_documents]
 
 
-def verify_stores(stores: Iterable[TokenStore], full: bool) -> None:
-    """Verify stores at the same time, each in its thread; see `TokenStore.verify`."""
+def verify_stores(stores: Sequence[TokenStore], full: bool) -> None:
+    """Verify stores, a block of each at the same time, so that Ctrl-C ends it soon; see `TokenStore.verify`."""
+    unfinished = [store.verify_blocks(full) for store in stores]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(lambda store: store.verify(full), stores))
+        while unfinished:
+            are_left = list(pool.map(lambda blocks: next(blocks, False), unfinished))
+            unfinished = list(itertools.compress(unfinished, are_left))
 
 
 def joined(stores: Sequence[TokenStore]) -> TokenStore:

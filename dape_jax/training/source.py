@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from dape_jax.config import RunConfig, TaskRunConfig
-from dape_jax.data.store import SPLITS, Corpora, Corpus, DataConfig, find_corpus, open_corpus, verify_stores
+from dape_jax.data.store import Corpora, Corpus, DataConfig, find_corpus, open_corpus, verify_stores
 from dape_jax.data.tokenizers import TOKENIZER_FILE, Bytes, Tokenizer
 from dape_jax.distributed import process_zero_first, process_zero_only
 from dape_jax.errors import require
@@ -92,14 +92,14 @@ def load_corpora(config: DataConfig, lossy: bool = False, validation_fraction: f
     if config.tokenizer is None and first is not None and len(texts) > 1:
         file = first / "train" / TOKENIZER_FILE
         config = dataclasses.replace(config, tokenizer=str(file) if file.exists() else Bytes.name)
+    validation = {}
     if held_out is not None:
         validation_fraction, alone = 0.0, dataclasses.replace(config, validation_path=None)
-        of_held_out = load_corpus(alone, lossy, held_out, texts[held_out], 1.0)
+        validation[held_out] = load_corpus(alone, lossy, held_out, texts[held_out], 1.0).validation
         config = config if prepared[held_out] is None else alone
     corpora = {path: load_corpus(config, lossy, path, field, validation_fraction) for path in config.weights}
-    train, validation = ({path: getattr(each, split) for path, each in corpora.items()} for split in SPLITS)
-    if held_out is not None:
-        validation = {held_out: of_held_out.validation}
+    train = {path: corpus.train for path, corpus in corpora.items()}
+    validation = validation or {path: corpus.validation for path, corpus in corpora.items()}
     return Corpora(train, validation, config.weights)
 
 
