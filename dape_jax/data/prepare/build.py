@@ -133,7 +133,7 @@ def build_corpus(
     if len(record.num_documents) < 1 + has_both:
         shutil.rmtree(work)  # otherwise it would refuse the corrected flags
         counts = described(record.skipped, record.rejected)
-        raise InputError(f"input = {source!r}: must have text for both splits; left out: {counts}")
+        raise InputError(f"input = {source!r}: must have more text, some for each split; left out: {counts}")
     for split in SPLITS:
         store, dtype = work / CORPUS_DIRECTORY / split, token_dtype(tokenizer.vocab_size)
         lengths = np.fromfile(work / f"{split}.lengths", "<i8")

@@ -4,7 +4,7 @@ In: an `InputFile` of `inputs`, opened by `formats`. Out: its documents, from `r
 
     content                                            documents
     JSON objects in lines (.jsonl, .ndjson, or seen)   the text field of each
-    JSON array of objects with the text field          the same
+    JSON array of objects with the text field          the same; also of one such object in a .json file
     parquet                                            the text field of each row
     .bin and .idx of the same name                     token ids, as Megatron and GPT-NeoX write them
     any other text                                     one, or those between separators
@@ -37,7 +37,8 @@ from dape_jax.storage import is_remote
 Content = bytes | Integer[np.ndarray, "_"]  # text, or token ids of a .bin file
 
 PIECE_BYTES = 2**24  # a longer text that is a whole split is cut into documents of this length
-_LINE_BYTES = 2**26  # of a line of JSON in a file without the name of such a file
+_LINE_BYTES = 2**26  # longest of the lines that tell lines of JSON from other text
+_WHOLE_BYTES = 2**30  # longest JSON that is not in lines
 _ROWS = 16  # rows of parquet in memory at a time
 
 Select = Callable[[Any, PrepareConfig], bytes | Skipped | Bad]
@@ -129,9 +130,9 @@ def _records(file: InputFile, config: PrepareConfig, select: Select) -> Iterator
 
 
 def _format(path: str, content: Any, head: bytes, config: PrepareConfig) -> tuple[str, list[Any]]:
-    """Return the format of a file: "parquet", "binary", "lines", "array" or "text"; and what of it was read.
+    """Return the format of a file: "parquet", "binary", "lines", "array" or "text"; and the part that was read.
 
-    That are all values of an array, and lines of the others.
+    This is all values of an array (one for a single object), and lines of the others.
     """
     name = path.lower().removesuffix(compression_of(path))
     if (head.startswith(b"PAR1") and b"\0" in head) or name.endswith(".parquet"):
@@ -140,22 +141,25 @@ def _format(path: str, content: Any, head: bytes, config: PrepareConfig) -> tupl
         return "lines", []
     if b"\0" in head:
         return "binary", []
-    if re.match(rb"\s*\[\s*\{", head):
-        text = content.read()
-        values = _parse(text)
-        is_array = isinstance(values, list) and isinstance(lookup(values[0], config.text_field), str)
-        return ("array", values) if is_array else ("text", [text])
-    if not re.match(rb"\s*\{", head):
+    if not re.match(rb"\s*(\[\s*)?\{", head):
         return "text", []
-    # The first two lines tell lines of JSON from one object on several lines, and from a file about something else.
     begin: list[bytes] = []
-    while sum(not line.isspace() for line in begin) < 2 and (line := content.readline(_LINE_BYTES)):
-        begin.append(line)
-    records = [_parse(line) for line in begin if not line.isspace()]
-    are_objects, is_json = all(isinstance(record, dict) for record in records), name.endswith(".json")
-    has_text = isinstance(lookup(records[0], config.text_field), str)
-    is_lines = (has_text or len(records) == 2) if is_json and are_objects else has_text and (is_json or are_objects)
-    return "lines" if is_lines else "text", begin
+    is_json = name.endswith(".json")
+    if not re.match(rb"\s*\[", head):
+        # The first two lines tell lines of JSON from one object on several lines, and from a file about something else.
+        while sum(not line.isspace() for line in begin) < 2 and (line := content.readline(_LINE_BYTES)):
+            begin.append(line)
+        records = [_parse(line) for line in begin if not line.isspace()]
+        are_objects = all(isinstance(record, dict) for record in records)
+        has_text = isinstance(lookup(records[0], config.text_field), str)
+        if (has_text or len(records) == 2) if is_json and are_objects else has_text and (is_json or are_objects):
+            return "lines", begin
+        if not is_json:
+            return "text", begin
+    text = b"".join([*begin, content.read(_WHOLE_BYTES)])
+    found = _parse(text)
+    values = found if isinstance(found, list) else [found]
+    return ("array", values) if isinstance(lookup(values[0], config.text_field), str) else ("text", [text])
 
 
 def _rows(content: Any, config: PrepareConfig) -> Iterator[dict[str, Any]]:

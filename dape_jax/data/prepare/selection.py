@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import decimal
 import fractions
 import itertools
 import json
@@ -45,24 +46,23 @@ def lookup(record: Any, field: str) -> Any:
     return next((value for value in found if value is not None), None)
 
 
-def is_compared(value: Any) -> bool:
-    """Return whether `where` can match a value."""
-    return isinstance(value, bool | int | float | str | bytes | datetime.date)
+def spelled(value: Any) -> str:
+    """Return a value as `where` gives it: as in JSON, text without quotes, a date or time in ISO 8601."""
+    value = value.decode(errors="replace") if isinstance(value, bytes) else value
+    return json.dumps(value) if isinstance(value, bool | int | float | None) else str(value)
 
 
 def _matches(value: Any, text: str) -> bool:
-    """Return whether a value is the one in `where`: as in JSON, text without quotes, a date or time in ISO 8601."""
-    if isinstance(value, bytes):
-        value = value.decode(errors="replace")
-    if text == (json.dumps(value) if isinstance(value, bool | int | float | None) else str(value)):
+    """Return whether a value is the one in `where`, perhaps spelled otherwise."""
+    if text == spelled(value):
         return True
     try:
         if isinstance(value, datetime.datetime):
             given = datetime.datetime.fromisoformat(text)
             return value == (given if given.tzinfo else given.replace(tzinfo=value.tzinfo))
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and fractions.Fraction(text) == value  # 2003 and 2003.0
-    except ValueError:
+        is_number = isinstance(value, int | float | decimal.Decimal) and not isinstance(value, bool)
+        return is_number and fractions.Fraction(text) == fractions.Fraction(value)  # 2003 and 2003.0
+    except (ValueError, ArithmeticError):
         return False
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from dape_jax.data.prepare.config import PrepareConfig, Skipped
 from dape_jax.data.prepare.inputs import InputFile
 from dape_jax.data.prepare.records import Content, is_text, read_documents, split_of
-from dape_jax.data.prepare.selection import Bad, is_compared, listed, lookup
+from dape_jax.data.prepare.selection import Bad, listed, lookup, spelled
 from dape_jax.data.prepare.texts import cut_before
 from dape_jax.data.store import SPLITS, Split
 from dape_jax.data.tokenizers import END_TOKENS, Bytes, Tokenizer
@@ -141,8 +141,8 @@ def why_filtered(files: list[InputFile], config: PrepareConfig) -> str:
         names.update(dict.fromkeys(record if isinstance(record, dict) else ()))
         for field, shown in values.items():
             if (value := lookup(record, field)) is not None and len(shown) < _SHOWN:
-                text = repr(value)[:40] if is_compared(value) else f"{type(value).__name__} (--where cannot compare it)"
-                shown[text] = None
+                is_container = isinstance(value, dict | list)
+                shown[f"a {type(value).__name__}, not compared" if is_container else spelled(value)[:40]] = None
         return "filtered"
 
     for file in files:
