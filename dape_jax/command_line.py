@@ -15,6 +15,7 @@ from absl import logging as absl_logging
 
 from dape_jax import recipes
 from dape_jax.errors import InputError, NonFiniteError, StoppedError, did_you_mean, printable, require
+from dape_jax.hardware import platform_fault
 from dape_jax.storage import absolute, to_path
 
 flags.disclaim_key_flags()  # flags of `run` belong to its caller, whose --help lists them
@@ -34,6 +35,7 @@ def run(
 
         InputError (also for bad flags)   2, with one line for each message
         OverflowError                     2, a size of the config that does not fit into a device's integers
+        RuntimeError of a missing device  2, if JAX_PLATFORMS asks for it
         NonFiniteError                    1
         OSError                           1, for example for an unreadable file or a full disk
         StoppedError                      143 after SIGTERM, 138 after SIGUSR1
@@ -91,6 +93,12 @@ def run(
         for line in lines:
             print(f"error: {printable(line)}", file=sys.stderr)
         sys.exit(2 if isinstance(error, InputError | OverflowError) else 1)
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that it has a platform
+        fault = platform_fault(error)
+        if fault is None:
+            raise
+        print(f"error: {printable(fault)}", file=sys.stderr)
+        sys.exit(2)
 
 
 class _PlainFormatter(logging.Formatter):

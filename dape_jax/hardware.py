@@ -5,7 +5,9 @@ In: a device kind (`jax.Device.device_kind`) or the name of a slice (v5e:16x16).
 """
 
 import dataclasses
+import importlib.metadata
 import math
+import os
 
 from dape_jax.errors import require
 
@@ -55,6 +57,27 @@ def mfu(flops_per_second: float, device_kind: str, num_devices: int) -> float | 
     """Return the model FLOPs utilisation: `flops_per_second` over the peak of all devices, or None if it is unknown."""
     chip = chip_of(device_kind)
     return None if chip is None else flops_per_second / (chip.peak_flops * num_devices)
+
+
+# Package of JAX's plugin for each platform (the start of its name), and the extras that install it.
+_PLUGINS = dict.fromkeys(("cuda", "gpu"), ("jax-cuda", ("cuda13", "cuda12"))) | {"tpu": ("libtpu", ("tpu",))}
+
+
+def platform_fault(error: BaseException) -> str | None:
+    """Return a line on the platform that JAX_PLATFORMS asks for and JAX does not find, or None for another error."""
+    asked, found = os.environ.get("JAX_PLATFORMS", ""), {}
+    for package in importlib.metadata.distributions():
+        if package.name == "jax" or package.name.startswith(("jax-", "jaxlib", "libtpu")):
+            found[package.name] = package.version
+    plugin, extras = _PLUGINS[asked] if asked in _PLUGINS else ("", ())
+    is_missing = not any(name.startswith(plugin) for name in found)
+    if not is_missing and not str(error).startswith("Unable to initialize backend"):
+        return None
+    commands = " or ".join(f"pip install 'dape_jax[{extra}]'" for extra in extras)
+    allowed = f"must be cpu, cuda or tpu, and the device must be ready: {' '.join(str(error).split())[:300]}"
+    installed = ", ".join(f"{name} {number}" for name, number in sorted(found.items()))
+    fault = f"its plugin is missing: {commands}; or set JAX_PLATFORMS=cpu" if is_missing else allowed
+    return f"JAX_PLATFORMS = {asked!r}: {fault}; installed: {installed}"
 
 
 # Slices offered by Google Cloud. (libtpu also compiles for others, for example 32x16.)

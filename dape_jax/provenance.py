@@ -1,9 +1,14 @@
-"""Provenance of a result: commit, command, device and versions, stored with the result."""
+"""Provenance of a result: commit, command, device and versions, stored with the result; and the starts of a run.
+
+`starts.jsonl` in a run's directory has a line for each start, with the same `id`, which external services use.
+"""
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
+import uuid
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,11 +17,13 @@ import jax
 from etils import epath
 
 from dape_jax.errors import InputError, require
+from dape_jax.files import parse_json, write_atomically
 from dape_jax.storage import absolute, is_remote
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jax", "jaxlib", "flax", "grain", "optax", "orbax-checkpoint")  # versions must be equal on all processes
 ALLOW_DIRTY = "DAPE_ALLOW_DIRTY_RESULTS"
+STARTS_FILE = "starts.jsonl"
 COMMIT = "DAPE_COMMIT"  # commit of a copy of the source that is not a git clone
 
 
@@ -36,6 +43,37 @@ def provenance(*packages: str) -> dict[str, Any]:
         "num_cpus": os.cpu_count(),
         "versions": {name: version(name) for name in ("jax", *packages)},
     }
+
+
+def describe(facts: dict[str, Any]) -> str:
+    """Return a line on where a run runs, from `provenance` with the fields `dtype`, `attention` and `num_processes`."""
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    device = f"{facts['num_devices']} x {facts['device']}"
+    device += "" if facts["platform"] == facts["device"] else f" ({facts['platform']})"
+    device += f" of {facts['num_processes']} processes" if facts["num_processes"] > 1 else ""
+    return f"{device}, {facts['dtype']}, attention {facts['attention']}, {versions}"
+
+
+def record_start(workdir: epath.PathLike, step: int, facts: dict[str, Any]) -> None:
+    """Add a line to `STARTS_FILE`, with the id of the run, which is drawn when it starts at step 0.
+
+    A run that an older version started keeps the id that it had then; see `run_id`.
+    """
+    file = epath.Path(workdir) / STARTS_FILE
+    before = file.read_bytes() if file.exists() else b""
+    chosen = run_id(workdir) if before or step else uuid.uuid4().hex[:16]
+    write_atomically(file, before + f"{json.dumps({'id': chosen, 'step': step} | facts)}\n".encode())
+
+
+def run_id(workdir: epath.PathLike) -> str:
+    """Return the id of the run in a directory, which a moved or copied directory keeps.
+
+    Without `STARTS_FILE`, as in older versions, it is a digest of the path.
+    """
+    file = epath.Path(workdir) / STARTS_FILE
+    if file.exists():
+        return parse_json(str(file), file.read_bytes().splitlines()[0])["id"]
+    return hashlib.sha256(str(absolute(workdir)).encode()).hexdigest()[:16]
 
 
 def command() -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dape_jax.errors import printable
+from dape_jax.hardware import platform_fault
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
@@ -217,6 +219,31 @@ def test_a_closed_standard_error_changes_nothing():
     command = ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, CLOSED]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "6 True\n")
+
+
+PLATFORMS = {
+    "cuda": r"its plugin is missing: pip install 'dape_jax\[cuda13\]' or pip install 'dape_jax\[cuda12\]'; or set .*",
+    "tpu": r"its plugin is missing: pip install 'dape_jax\[tpu\]'; or set .*",
+    "cpu,nosuch": r"must be cpu, cuda or tpu, and the device must be ready: Unable to initialize backend 'nosuch': .*",
+}
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_a_platform_that_is_asked_for_and_missing_is_one_line(tmp_path, platform):
+    command = [sys.executable, "train.py", "--config=configs/quickstart.py", f"--workdir={tmp_path}/run"]
+    environment = ENVIRONMENT | {"JAX_PLATFORMS": platform}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    assert done.returncode == 2
+    versions = "; installed: jax [0-9.]+, jaxlib [0-9.]+"
+    assert re.fullmatch(f"error: JAX_PLATFORMS = '{platform}': {PLATFORMS[platform]}{versions}.*", line), line
+
+
+def test_an_error_without_a_missing_platform_is_a_bug(monkeypatch):
+    for platform in ("cpu", "cuda,cpu", "nosuch", ""):
+        monkeypatch.setenv("JAX_PLATFORMS", platform)
+        assert platform_fault(AssertionError()) is None
 
 
 def test_control_characters_are_escaped():

@@ -1,11 +1,13 @@
 """Test the output of a training run: its log, `metrics.jsonl`, TensorBoard, Weights & Biases and a trace."""
 
+import hashlib
 import io
 import json
 import logging
 import re
 import sys
 import types
+from importlib.metadata import version
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from dape_jax.config import RunConfig
 from dape_jax.errors import InputError, StoppedError
 from dape_jax.evaluation.statistics import perplexity_of
 from dape_jax.progress import Progress
+from dape_jax.provenance import describe, record_start, run_id
 from dape_jax.training import loop, metrics
 
 pytestmark = pytest.mark.extra
@@ -147,8 +150,27 @@ def test_rates_are_means_since_the_last_line_without_compilation_validation_and_
     assert metrics.read_metrics(tmp_path)["train/mfu"][2] == pytest.approx(12 / 90)
 
 
+def test_the_id_of_a_run_is_drawn_once_and_moves_with_it(tmp_path):
+    """A run without the file was started by an older version, whose id was a digest of the path."""
+    old = run_id(tmp_path / "run")
+    assert old == run_id(tmp_path / "run") != run_id(tmp_path / "other")
+    for name in ("run", "old"):
+        (tmp_path / name).mkdir()
+    for step in (0, 0, 5):
+        record_start(tmp_path / "run", step, {"versions": {}})
+    drawn = run_id(tmp_path / "run")
+    record_start(tmp_path / "old", 5, {})
+    assert run_id(tmp_path / "old") == hashlib.sha256(str(tmp_path / "old").encode()).hexdigest()[:16]
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert run_id(tmp_path / "moved") == drawn != old
+    assert len((tmp_path / "moved" / "starts.jsonl").read_text().splitlines()) == 3
+    facts = {"device": "TPU v5e", "num_devices": 8, "num_processes": 2, "platform": "tpu", "dtype": "bfloat16"}
+    facts |= {"attention": "fused", "versions": {"jax": "1"}}
+    assert describe(facts) == "8 x TPU v5e (tpu) of 2 processes, bfloat16, attention fused, jax 1"
+
+
 def test_every_destination_has_every_scalar_of_every_step_once(told):
-    workdir, _, fake = told
+    workdir, lines_of_log, fake = told
     found = metrics.read_metrics(workdir)
     names = ("loss_nats", "perplexity", "tokens_per_second", "step_seconds", "mfu", "learning_rate", "gradient_norm")
     for name in names:
@@ -163,6 +185,16 @@ def test_every_destination_has_every_scalar_of_every_step_once(told):
     assert (fake.begun["project"], fake.begun["name"], fake.begun["resume"]) == ("extrapolation", "my run", "allow")
     assert fake.begun["config"]["train"]["num_steps"] == 4
     assert fake.finished == 2
+    starts = [json.loads(line) for line in (workdir / "starts.jsonl").read_text().splitlines()]
+    assert [start["step"] for start in starts] == [0, 2]
+    assert {start["id"] for start in starts} == {fake.begun["id"]}
+    facts = {"platform": "cpu", "device": "cpu", "num_devices": 8, "num_processes": 1, "attention": "dense"}
+    facts |= {"dtype": "float32", "versions": {name: version(name) for name in ("jax", "jaxlib", "flax")}}
+    assert starts[0].items() >= facts.items()
+    assert describe(facts) == f"8 x cpu, float32, attention dense, jax {version('jax')}, " + (
+        f"jaxlib {version('jaxlib')}, flax {version('flax')}"
+    )
+    assert sum(line.endswith(f" device: {describe(facts)}") for line in lines_of_log) == 2
     assert [{"step": step} | values for step, values in fake.logged] == lines
 
     first, second = (events_of(file) for file in sorted((workdir / "tensorboard").iterdir()))

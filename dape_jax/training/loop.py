@@ -32,7 +32,7 @@ from dape_jax.data.tokenizers import save_tokenizer
 from dape_jax.distributed import PreemptionGuard, SharedTimer, process_zero_only, require_same, wait_for_all
 from dape_jax.errors import InputError, require, require_package
 from dape_jax.model.transformer import Params, attention_of, model_structure, parameter_counts
-from dape_jax.provenance import package_versions
+from dape_jax.provenance import describe, package_versions, provenance, record_start
 from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.storage import is_remote
 from dape_jax.tasks.tapes import Batch
@@ -101,7 +101,10 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, c
     # Build and trace the model, so that the checks of its bias and processor run before any file is written.
     device, row_parts = mesh.devices.flat[0], mesh.shape["context"] * mesh.shape["tensor"]
     is_packed = isinstance(run, RunConfig) and run.data.packing == "documents"
-    attention_of(run.model, run.train.train_length, device.platform, device.device_kind, row_parts, is_packed)
+    place = device.platform, device.device_kind, row_parts, is_packed
+    attention = type(attention_of(run.model, run.train.train_length, *place)).__name__.lower()
+    facts = provenance("jaxlib", "flax") | {"platform": device.platform, "num_processes": jax.process_count()}
+    facts |= {"dtype": run.model.dtype, "attention": attention}
     graphdef, abstract = model_structure(run.model)
     tokens = jnp.zeros((1, 1), jnp.int32)
     segment_ids = tokens if is_packed else None
@@ -137,6 +140,7 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, c
         "%s parameters, %s of them in position biases and %s in processors",
         *(f"{counts[name]:,}" for name in ("total", "bias", "processor")),
     )
+    logger.info("device: %s", describe(facts))
     logger.info("mesh: %s", " ".join(f"{axis}={size}" for axis, size in mesh.shape.items()))
     if train_only:
         logger.info("only parameters of these kinds are trained: %s", ", ".join(train_only))
@@ -164,6 +168,7 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, c
         if start == run.train.num_steps:
             log_end(workdir, start)
             return
+        process_zero_only(lambda: record_start(workdir, start, facts))
 
         # ---- steps
         with (

@@ -13,7 +13,6 @@ the same numbers.
 """
 
 import contextlib
-import hashlib
 import io
 import json
 import logging
@@ -35,6 +34,7 @@ from dape_jax.files import write_atomically
 from dape_jax.hardware import mfu
 from dape_jax.model.flops import model_flops_per_token
 from dape_jax.progress import Progress
+from dape_jax.provenance import run_id
 from dape_jax.storage import absolute, is_remote
 from dape_jax.training.optimizer import make_schedule
 
@@ -258,15 +258,12 @@ def _tensorboard(directory: epath.Path, start: int) -> Iterator[Sink]:
 
 @contextlib.contextmanager
 def _wandb(project: str, workdir: epath.Path, config: dict[str, Any]) -> Iterator[Sink]:
-    """Log scalars to Weights & Biases. The workdir's path gives the run's id, so that a resumed run continues it."""
+    """Log scalars to Weights & Biases, under the run's id, so that a resumed run continues it."""
     import wandb  # pyright: ignore[reportMissingImports]  # an optional package
 
-    place = str(absolute(workdir))
-    run_id = hashlib.sha256(place.encode()).hexdigest()[:16]
+    config |= {"workdir": str(absolute(workdir))}
     try:
-        run = wandb.init(
-            project=project, name=workdir.name, id=run_id, resume="allow", config=config | {"workdir": place}
-        )
+        run = wandb.init(project=project, name=workdir.name, id=run_id(workdir), resume="allow", config=config)
     except wandb.Error as error:  # such as a missing key
         raise InputError(f"train.wandb = {project!r}: {error}") from error
     try:
