@@ -243,21 +243,23 @@ def test_a_sequence_ends_at_the_end_token_and_the_stream_with_the_last(model):
     prompts, sampling = [prompt_of(length) for length in (4, 7, 2)], Sampling(temperature=2.0)
     free = tokens_of(model, prompts, 20, sampling)
     num_steps = []
-    for end_token in free[0, [3, 9]].tolist():
-        ends = [int(np.flatnonzero(row == end_token)[0]) if end_token in row else 20 for row in free]
-        found = tokens_of(model, prompts, 20, sampling, end_token=end_token)
+    first, second, other = free[0, 3], free[0, 9], free[1, 5]
+    for end_tokens in ((first,), (second,), (second, other)):
+        ends = [int(np.append(np.flatnonzero(np.isin(row, end_tokens)), 20)[0]) for row in free]
+        found = tokens_of(model, prompts, 20, sampling, end_tokens=tuple(map(int, end_tokens)))
         num_steps.append(found.shape[1])
         assert num_steps[-1] == min(max(ends) + 1, 20)
         for row, expected, end in zip(found, free, ends, strict=True):
             np.testing.assert_array_equal(row[:end], expected[:end])
-            assert np.all(row[end:] == end_token)
+            np.testing.assert_array_equal(row[end : end + 1], expected[end : end + 1])
+            assert np.all(row[end + 1 :] == end_tokens[0])
     assert min(num_steps) < 20
 
 
 def test_end_tokens_in_a_prompt_only_start_a_document_and_unknown_ids_are_never_drawn(model):
     free = tokens_of(model, [np.array([3])], 5, GREEDY)
     assert 3 not in free
-    np.testing.assert_array_equal(tokens_of(model, [np.array([3])], 5, GREEDY, end_token=3), free)
+    np.testing.assert_array_equal(tokens_of(model, [np.array([3])], 5, GREEDY, end_tokens=(3,)), free)
     assert tokens_of(model, [prompt_of(4)], 40, Sampling(temperature=5.0), num_ids=4).max() == 3
 
 
@@ -382,7 +384,7 @@ def test_completions_are_those_of_the_library_and_shown(trained_run, capsys):
     trained = read_trained(trained_run, "newest", {})
     mesh, params = restore(trained)
     ids = [Bytes().encode(prompt) if prompt else np.array([256]) for prompt in prompts]
-    tokens = tokens_of((trained.run.model, params), ids, 12, sampling, mesh, end_token=256)
+    tokens = tokens_of((trained.run.model, params), ids, 12, sampling, mesh, end_tokens=(256,))
     assert texts == [Bytes().decode(row).decode("utf-8", "replace") for row in tokens]
     assert complete(trained_run, prompts[:1], max_new_tokens=12, sampling=sampling) == texts[:1]
     assert capsys.readouterr().out == printable("the läng" + texts[0], keep="\n\t") + "\n"

@@ -19,16 +19,20 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tiny
+import tokenizers
 import torch
 import transformers
 from flax import nnx
 
+from dape_jax.data.conventions import saved_conventions
+from dape_jax.data.tokenizers import byte_tokenizer_json
 from dape_jax.errors import InputError, printable
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.perplexity import evaluate
 from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.model.transformer import TransformerConfig, flat_params, model_structure
 from dape_jax.pretrained import load
+from dape_jax.pretrained.export import export_run
 from dape_jax.pretrained.families import FAMILIES, family_of
 from dape_jax.pretrained.files import INDEX_FILE, open_source
 from dape_jax.pretrained.load import import_run
@@ -188,6 +192,65 @@ def test_the_model_is_that_of_transformers(name, runs, directories):
     assert max(np.abs(leaf).max() for leaf in flat.values()) > 0.05
 
 
+# ---- tokens around the text
+
+CONTROLS = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|user|>"]
+TEMPLATE = (
+    "{% for m in messages %}<|user|>{{ m.content }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}# {% endif %}"
+)
+
+
+def chat_model(directory: Path, end_tokens: list[int]) -> Any:
+    """Save a model with a tokenizer of bytes, a BOS token, a chat template and end tokens; return the tokenizer."""
+    library = tokenizers.Tokenizer.from_str(byte_tokenizer_json().replace("<|endoftext|>", CONTROLS[0]))
+    library.add_special_tokens(CONTROLS)
+    single = tokenizers.processors.TemplateProcessing(f"{CONTROLS[0]} $A", special_tokens=[(CONTROLS[0], 256)])
+    library.post_processor = single
+    names = {"bos_token": CONTROLS[0], "eos_token": CONTROLS[1]}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=library, **names)
+    tokenizer.chat_template = TEMPLATE
+    theirs("llama").save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": end_tokens}))
+    return tokenizer
+
+
+@pytest.mark.hf
+@pytest.mark.extra
+def test_a_completion_is_that_of_transformers(directories, tmp_path, capsys):
+    """With the BOS token, all end tokens, control tokens and the chat template of the source, also after an export."""
+    tokenizer, model = chat_model(tmp_path / "source", [257]), theirs("llama")
+    greedy = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 257}
+    x = tokenizer("abc", return_tensors="pt")
+    assert x.input_ids[0].tolist() == [256, 97, 98, 99]
+    free = model.generate(**x, **greedy, eos_token_id=257)[0, 4:].tolist()
+    end = next(token for i, token in enumerate(free) if i > 2 and token < 256 and token not in free[:i])
+    (tmp_path / "source" / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, end]}))
+    import_run(tmp_path / "source", tmp_path / "run")
+    options = {"max_new_tokens": 8, "sampling": Sampling(0.0)}
+    found = complete(tmp_path / "run", [b"abc"], **options)
+    assert found == [tokenizer.decode(free[: free.index(end)])]
+    assert complete(tmp_path / "run", [b"abc"], **options, stop=[found[0][1:]]) == [found[0][:1]]
+    assert complete(tmp_path / "run", [b"abc"], **options, bos=False) != found
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "abc"}], tokenize=False, add_generation_prompt=True
+    )
+    assert "<|user|>abc<|eot_id|># " in chat
+    of_chat = complete(tmp_path / "run", [b"abc"], **options, chat=True)
+    assert of_chat == complete(tmp_path / "run", [chat.encode()], **options, bos=False, control_tokens=True)
+    assert of_chat != complete(tmp_path / "run", [chat.encode()], **options, bos=False)
+    x = tokenizer(chat, add_special_tokens=False, return_tensors="pt")
+    ids = model.generate(**x, **greedy, eos_token_id=[257, end])[0, x.input_ids.shape[1] :].tolist()
+    assert of_chat == [tokenizer.decode(ids[: ids.index(end)] if end in ids else ids)]
+
+    export_run(tmp_path / "run", tmp_path / "exported")
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert exported("abc").input_ids == tokenizer("abc").input_ids
+    names = [(each.bos_token, each.eos_token, each.chat_template) for each in (exported, tokenizer)]
+    assert names[0] == names[1]
+    assert json.loads((tmp_path / "exported" / "generation_config.json").read_text())["eos_token_id"] == [257, end]
+
+
 # ---- a run like any other
 
 
@@ -238,6 +301,7 @@ def test_a_model_with_a_sentencepiece_tokenizer_is_used_like_any_other(text, tmp
     model.eval().save_pretrained(tmp_path / "llama")
     content = tiny.sentencepiece_bpe([file.read_text() for file in sorted(text.iterdir())])
     (tmp_path / "llama" / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "llama" / "generation_config.json").write_text('{"eos_token_id": [2, 447]}')
     original, continued = tmp_path / "original", tmp_path / "continued"
     import_run(tmp_path / "llama", original)
 
@@ -252,6 +316,8 @@ def test_a_model_with_a_sentencepiece_tokenizer_is_used_like_any_other(text, tmp
     spec["init"] = {"source": str(original), "train_only": "bias"}
     loop.train(spec, continued)
     assert "1 documents cannot be decoded exactly" in caplog.text
+    assert saved_conventions(continued) == saved_conventions(original)
+    assert saved_conventions(original).end_tokens == (2, 447)
     before, after = (flat_params(ours(workdir)[1]) for workdir in (original, continued))
     for path, leaf in before.items():
         np.testing.assert_array_equal(leaf, after[path])

@@ -14,21 +14,24 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_command_lines import run
+from test_import import chat_model, theirs
 
 from dape_jax.data.tokenizers import Bytes
 from dape_jax.errors import InputError
-from dape_jax.tools.completion import Sampling, decoding_model, generate
+from dape_jax.pretrained.load import import_run
+from dape_jax.tools.completion import Sampling, decoding_model, generate, generate_until
 
 pytestmark = pytest.mark.extra
 
 lm_eval = pytest.importorskip("lm_eval")
+
+from lm_eval.models.huggingface import HFLM  # noqa: E402
 
 from dape_jax.tools import lm_eval as module  # noqa: E402
 from dape_jax.tools.lm_eval import (  # noqa: E402
     CHUNK,
     DapeLM,
     ScoredRow,
-    generate_until_stop,
     make_batch,
     padded_width,
     read_generation_kwargs,
@@ -270,7 +273,7 @@ def test_no_step_is_taken_after_the_last_stop(texts, data):
             yield token_B
 
     prompts = [np.zeros(0, int)] * len(texts)
-    assert generate_until_stop(steps(), prompts, Bytes(), stops) == [cut(text, stops) for text in texts]
+    assert generate_until(steps(), prompts, Bytes(), [END], stops) == [cut(text, stops) for text in texts]
     assert len(taken) == needed
 
 
@@ -354,6 +357,8 @@ def test_tasks_of_three_kinds_give_the_figures_of_the_full_forward(model, tasks)
         ({"step": "5"}, "step = '5': .*'newest', 'best'"),
         ({"max_length": 0}, "max_length = 0"),
         ({"batch_size": 0}, "batch_size = 0: .*auto"),
+        ({"prefix_token_id": 257}, "prefix_token_id = 257: must be an id"),
+        ({"add_bos_token": True}, "add_bos_token = True: must be False"),
         ({"pretrained": "gpt2"}, r"model_args = \['pretrained'\]: .*workdir, step, max_length"),
     ],
 )
@@ -370,6 +375,28 @@ def test_a_model_in_which_later_tokens_matter_is_refused(model, monkeypatch):
     monkeypatch.setattr(module, "read_trained", lambda *_: dataclasses.replace(model.info, run=run))
     with pytest.raises(InputError, match=r"model.processor.leak = True: .*cannot generate"):
         DapeLM(model.info.workdir)
+
+
+@pytest.mark.hf
+@pytest.mark.extra
+def test_an_imported_model_has_the_figures_of_the_harness_on_hugging_face(tmp_path):
+    """By default texts begin with BOS, and windows have the train length."""
+    tokenizer = chat_model(tmp_path / "source", [257])
+    import_run(tmp_path / "source", tmp_path / "run")
+    ours, hf = DapeLM(tmp_path / "run"), HFLM(theirs("llama"), tokenizer=tokenizer, device="cpu", batch_size=2)
+    assert (ours.max_length, ours.prefix_token_id) == (hf.max_length, hf.prefix_token_id) == (64, 256)
+    pairs = requests_of("loglikelihood", ("the key", " of a row"), ("", "the"), ("rows " * 40, "and"))
+    found, expected = (each.loglikelihood(pairs, disable_tqdm=True) for each in (ours, hf))
+    np.testing.assert_allclose([pair[0] for pair in found], [pair[0] for pair in expected], rtol=1e-5)
+    texts = requests_of("loglikelihood_rolling", ("a short text",), ("a longer text " * 12,))
+    found, expected = (each.loglikelihood_rolling(texts, disable_tqdm=True) for each in (ours, hf))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    plain = DapeLM(tmp_path / "run", add_bos_token=False, prefix_token_id=9, tokenizer="somewhere")
+    assert (plain.tok_encode("a"), plain.prefix_token_id, ours.tok_encode("a")) == ([97], 9, [256, 97])
+    messages = [{"role": "user", "content": "a"}]
+    text = plain.apply_chat_template(messages)
+    assert text == hf.apply_chat_template(messages)
+    assert plain.tok_encode(text) == tokenizer(text, add_special_tokens=False).input_ids
 
 
 # ---- the command line

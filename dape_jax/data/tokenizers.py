@@ -8,6 +8,7 @@ every document; it accepts a tokenizer that changes some only with --lossy, and 
 contains the `tokenizer.json` of its tokens; without the file, tokens are bytes.
 """
 
+import functools
 import hashlib
 import json
 import logging
@@ -43,10 +44,17 @@ class Bytes:
     vocab_size = 257  # one more than the largest id
     end_of_document = 256  # follows the last token of a document; no text is encoded to it
     decodes_tokens_alone = True  # decode(a + b) == decode(a) + decode(b)
+    first_token = None  # token that the tokenizer's file puts before a text
 
     def encode(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
         """Return the ids of a text, without `end_of_document`, as a view."""
         return np.frombuffer(text, np.uint8)
+
+    encode_controls = encode  # takes the text of a control token as the token
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token by its text, or None."""
+        return None
 
     def decode(self, ids: Integer[np.ndarray, "tokens"]) -> bytes:
         """Return the text of the ids; the text of `end_of_document`, and of larger ids, is empty."""
@@ -133,6 +141,35 @@ class HfTokenizer:
         if np.any(ids == self.end_of_document):
             raise InputError(f"text = {text[:40]!r}: the tokenizer {self.name} encodes a part as end of document")
         return ids
+
+    @functools.cached_property
+    def _prompting(self) -> tokenizers.Tokenizer:
+        """The library as other programs use it: control tokens in a text are these tokens."""
+        library = tokenizers.Tokenizer.from_str(self.content)
+        library.no_truncation()
+        library.no_padding()
+        return library
+
+    @property
+    def first_token(self) -> str | None:
+        """Text of the token that the file puts before a text (beginning of sequence), or None."""
+        alone = self._prompting.encode("", add_special_tokens=True).ids
+        return self._library.id_to_token(alone[0]) if alone and alone[0] != self.end_of_document else None
+
+    def encode_controls(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
+        """Return the ids of a text in which the text of a control token is the token; for prompts that are trusted.
+
+        Raises:
+            InputError: the text is not UTF-8.
+        """
+        try:
+            return np.array(self._prompting.encode(text.decode(), add_special_tokens=False).ids, np.uint32)
+        except UnicodeDecodeError as error:
+            raise InputError(f"text = {text[:20]!r}: must be UTF-8") from error
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token by its text, or None."""
+        return self._library.token_to_id(token)
 
     def decode(self, ids: Integer[np.ndarray, "tokens"]) -> bytes:
         """Return the text of the ids; a token of a byte-level BPE may be part of a character.

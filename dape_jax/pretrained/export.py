@@ -15,6 +15,7 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 from dape_jax.config import resolved
+from dape_jax.data.conventions import TEMPLATE_FILE, Conventions, saved_conventions
 from dape_jax.data.tokenizers import TOKENIZER_FILE, Bytes, Tokenizer, byte_tokenizer_json, saved_tokenizer
 from dape_jax.errors import require
 from dape_jax.evaluation.trained import TrainedModel, read_trained, restore
@@ -59,7 +60,7 @@ def export_run(workdir: epath.PathLike, output: Path, *, step: str = "newest", d
         for name in path:
             value = value.get(name, allowed[0])  # a processor without DAPE has no edge
         require(value in allowed, f"model.{'.'.join(path)}", value, f"must be one of {list(allowed)} to be exported")
-    tokenizer = saved_tokenizer(workdir)
+    tokenizer, conventions = saved_tokenizer(workdir), saved_conventions(workdir)
     _, params = restore(trained)
     V = trained.run.model.vocab_size  # without padding
     tables = {"embedding_VD": np.s_[:V], "unembedding_DV": np.s_[:, :V], "output_bias_V": np.s_[:V]}
@@ -68,11 +69,11 @@ def export_run(workdir: epath.PathLike, output: Path, *, step: str = "newest", d
     try:
         temporary.mkdir(parents=True)
         write_tensors(params, temporary, dtype)
-        config = hf_config(trained, tokenizer, dtype)
+        config = hf_config(trained, tokenizer, conventions, dtype)
         write_json(temporary / CONFIG_FILE, config)
         generation = {name: config[name] for name in ("bos_token_id", "eos_token_id", "use_cache")}
-        write_json(temporary / "generation_config.json", generation | {"pad_token_id": config["eos_token_id"]})
-        write_tokenizer(tokenizer, temporary)
+        write_json(temporary / "generation_config.json", generation | {"pad_token_id": tokenizer.end_of_document})
+        write_tokenizer(tokenizer, conventions, temporary)
         shutil.copy(Path(__file__).with_name(MODELING_FILE), temporary)
         (temporary / "README.md").write_text(model_card(trained), encoding="utf-8")
         temporary.rename(output)
@@ -80,8 +81,9 @@ def export_run(workdir: epath.PathLike, output: Path, *, step: str = "newest", d
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def hf_config(trained: TrainedModel, tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
+def hf_config(trained: TrainedModel, tokenizer: Tokenizer, conventions: Conventions, dtype: str) -> dict[str, Any]:
     """Return the content of `config.json`: the `model` section of the run, and the classes for transformers."""
+    first, ends = conventions.bos_id(tokenizer), conventions.ends(tokenizer)
     model = {name: value for name, value in resolved(trained.run)["model"].items() if name not in NOT_EXPORTED}
     return {
         "model_type": "dape",
@@ -93,8 +95,8 @@ def hf_config(trained: TrainedModel, tokenizer: Tokenizer, dtype: str) -> dict[s
         **model,
         "max_position_embeddings": trained.run.train.train_length,
         "dtype": dtype,
-        "bos_token_id": tokenizer.end_of_document,
-        "eos_token_id": tokenizer.end_of_document,
+        "bos_token_id": tokenizer.end_of_document if first is None else first,
+        "eos_token_id": ends[0] if len(ends) == 1 else list(ends),
         "use_cache": True,
     }
 
@@ -144,7 +146,7 @@ def write_tensors(params: Params, directory: Path, dtype: str) -> None:
         safetensors.numpy.save_file(values, directory / file, {"format": "pt"})
 
 
-def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+def write_tokenizer(tokenizer: Tokenizer, conventions: Conventions, directory: Path) -> None:
     """Write `tokenizer.json` and its config, without a maximum length; for `Bytes` with one token per byte."""
     content = byte_tokenizer_json() if isinstance(tokenizer, Bytes) else tokenizer.content
     (directory / TOKENIZER_FILE).write_text(content + "\n", encoding="utf-8")
@@ -152,12 +154,14 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     (end,) = [token["content"] for token in parsed["added_tokens"] if token["id"] == tokenizer.end_of_document]
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {
-        "bos_token": end,
-        "eos_token": end,
+        "bos_token": conventions.bos_token or end,
+        "eos_token": conventions.eos_token or end,
         "pad_token": end,
         "model_input_names": ["input_ids", "attention_mask"],
     }
     write_json(directory / "tokenizer_config.json", config)
+    if conventions.chat_template is not None:
+        (directory / TEMPLATE_FILE).write_text(conventions.chat_template, encoding="utf-8")
 
 
 def model_card(trained: TrainedModel) -> str:

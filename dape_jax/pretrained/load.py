@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from dape_jax.config import RunConfig, resolved
 from dape_jax.configs import common
+from dape_jax.data.conventions import conventions_of, save_conventions
 from dape_jax.data.tokenizers import TOKENIZER_FILE, Tokenizer, read_tokenizer, save_tokenizer
 from dape_jax.errors import require
 from dape_jax.model.transformer import Params, TransformerConfig, flat_params
@@ -74,6 +75,7 @@ def import_run(
         checkpoint.require_space(workdir, abstract_params(run.model, devices))
         params = read_params(source, family.tensors, run.model, devices)
         save_tokenizer(chosen, workdir)
+        save_conventions(conventions_of(directory, source.config, chosen), workdir)
         record = {"config": resolved(run), "data_digest": "", "imported": {"source": str(directory.resolve())}}
         checkpoint.save_params(workdir, params, record)
         checkpoint.write_config(workdir, record)  # last: an import that was killed before can be repeated

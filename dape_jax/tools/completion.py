@@ -14,6 +14,7 @@ Memory is linear in length: a chunk holds `CHUNK` rows of scores, and only sampl
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt
 
+from dape_jax.data.conventions import saved_conventions
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import printable, require
 from dape_jax.evaluation.programs import available_bytes
@@ -35,6 +37,8 @@ from dape_jax.model.attention import Dense
 from dape_jax.model.transformer import Cache, Params, Transformer, TransformerConfig, make_cache, model_structure
 from dape_jax.progress import Progress
 from dape_jax.sharding import activation_spec
+
+logger = logging.getLogger(__name__)
 
 # Rows per prefill step. Lengths of caches are multiples of it, so that prompts of many lengths share a program.
 CHUNK = 64
@@ -148,7 +152,7 @@ def decode(
     latest: Latest,
     caches: Cache,
     seed: UInt[Array, ""],
-    end_token: Int[Array, ""],
+    end_tokens_E: Int[Array, "E"],
     *,
     sampling: Sampling,
     num_ids: int,
@@ -164,9 +168,9 @@ def decode(
 
     pos_B = latest.pos_B + 1
     token_B = sample(logits_BV, jax.vmap(key)(jnp.arange(len(pos_B)), pos_B), sampling).astype(jnp.int32)
-    token_B = jnp.where(latest.finished_B, end_token, token_B)
+    token_B = jnp.where(latest.finished_B, end_tokens_E[0], token_B)
     return jax.lax.with_sharding_constraint(
-        (Latest(token_B, pos_B, token_B == end_token), caches), NamedSharding(mesh, activation_spec("B"))
+        (Latest(token_B, pos_B, jnp.isin(token_B, end_tokens_E)), caches), NamedSharding(mesh, activation_spec("B"))
     )
 
 
@@ -202,7 +206,7 @@ def generate(
     sampling: Sampling,
     seed: int = 0,
     num_ids: int | None = None,
-    end_token: int | None = None,
+    end_tokens: tuple[int, ...] = (),
 ) -> Iterator[Integer[np.ndarray, "B"]]:
     """Continue every prompt; yield the tokens of one step at a time.
 
@@ -210,9 +214,9 @@ def generate(
     of earlier ones (up to rounding of the logits). Sequences are split over the devices of `mesh`, the mesh of the
     parameters; the batch is padded with copies of the last prompt.
 
-    Tokens are drawn from the first `num_ids` ids: the tokenizer's vocabulary, or the model's if None. `end_token` ends
-    a sequence, which then repeats it. The iterator stops when all sequences have ended, and always after
-    `max_new_tokens` steps.
+    Tokens are drawn from the first `num_ids` ids: the tokenizer's vocabulary, or the model's if None. Each of the
+    `end_tokens` ends a sequence, which then repeats the first of them. The iterator stops when all sequences have
+    ended, and always after `max_new_tokens` steps.
 
     Raises:
         InputError: there are no prompts, a prompt or number is invalid, the model cannot use a cache, or the cache
@@ -234,17 +238,19 @@ def generate(
     allowed = f"the cache needs {needed / GIB:.2f} GiB on each device, where {available / GIB:.2f} GiB are free"
     require(needed <= available, "max_new_tokens", max_new_tokens, allowed)
     num_ids = config.vocab_size if num_ids is None else num_ids
-    end = np.int32(-1 if end_token is None else end_token)  # no token is -1
+    ends_E = np.array(end_tokens or [-1], np.int32)  # no token is -1
 
     def steps() -> Iterator[Integer[np.ndarray, "B"]]:
         latest, caches = read_prompts(config, params, mesh, padded, max_new_tokens)
+        ended_B = np.zeros(num_prompts, bool)
         for _ in range(max_new_tokens):
             latest, caches = decode(
-                config, params, latest, caches, np.uint32(seed), end, sampling=sampling, num_ids=num_ids, mesh=mesh
+                config, params, latest, caches, np.uint32(seed), ends_E, sampling=sampling, num_ids=num_ids, mesh=mesh
             )
             token_B = np.asarray(latest.token_B)[:num_prompts]
             yield token_B
-            if np.all(token_B == end):
+            ended_B |= np.isin(token_B, ends_E)
+            if ended_B.all():
                 return
 
     return steps()
@@ -263,6 +269,35 @@ def added_text(tokenizer: Tokenizer, prompt: Integer[np.ndarray, "_"], tokens: I
     return both[len(tokenizer.decode(prompt).decode("utf-8", "replace")) :]
 
 
+def generate_until(
+    steps: Iterator[Integer[np.ndarray, "B"]],
+    prompts: Sequence[Integer[np.ndarray, "_"]],
+    tokenizer: Tokenizer,
+    end_tokens: Sequence[int],
+    until: Sequence[str],
+) -> list[str]:
+    """Consume steps of `generate` until the sequence of each prompt has ended or contains a stop sequence.
+
+    Stop sequences are compared with the decoded string, so they may begin and end inside tokens. The returned texts end
+    before them, and before the end token.
+    """
+    tokens: list[list[int]] = [[] for _ in prompts]
+    outputs, unfinished = [""] * len(prompts), set(range(len(prompts)))
+    for token_B in steps:
+        for row in list(unfinished):
+            if token_B[row] in end_tokens:
+                unfinished.remove(row)
+                continue
+            tokens[row].append(int(token_B[row]))
+            outputs[row] = added_text(tokenizer, prompts[row], np.array(tokens[row]))
+            if stops := [outputs[row].index(stop) for stop in until if stop in outputs[row]]:
+                outputs[row] = outputs[row][: min(stops)]
+                unfinished.remove(row)
+        if not unfinished:
+            break
+    return outputs
+
+
 def complete(
     workdir: epath.PathLike,
     prompts: Sequence[bytes],
@@ -271,11 +306,16 @@ def complete(
     sampling: Sampling,
     seed: int = 0,
     step: str = "newest",
+    stop: Sequence[str] = (),
+    bos: bool = True,
+    control_tokens: bool = False,
+    chat: bool = False,
 ) -> list[str]:
     """Continue prompts with a trained model, and print the completions.
 
     A prompt is read as the middle of a document, as training windows are. An empty prompt is the end-of-document token,
-    which precedes every document in training. `generate.Flags` describes the other arguments.
+    which precedes every document in training. A completion ends at any end token of the model. `generate.Flags`
+    describes the other arguments.
 
     Returns:
         The completion of each prompt.
@@ -287,16 +327,22 @@ def complete(
     trained = read_trained(workdir, step, {})
     check(trained.run.model, max_new_tokens, seed)
     tokenizer = saved_tokenizer(trained.workdir)
-    end_token = tokenizer.end_of_document
-    ids = [tokenizer.encode(prompt) if prompt else np.array([end_token]) for prompt in prompts]
+    conventions = saved_conventions(trained.workdir)
+    end_tokens, first = conventions.ends(tokenizer), conventions.bos_id(tokenizer) if bos and not chat else None
+    if first is not None:
+        logger.info("prompts begin with %s, as in the imported model; --bos=False leaves it out", conventions.bos_token)
+    if chat:
+        texts = [prompt.decode("utf-8", "replace") for prompt in prompts]
+        prompts = [conventions.render([{"role": "user", "content": text}]).encode() for text in texts]
+    encode = tokenizer.encode_controls if chat or control_tokens else tokenizer.encode
+    start = np.array([] if first is None else [first], np.uint32)
+    ids = [np.concatenate([start, encode(prompt)]) for prompt in prompts]
+    ids = [each if len(each) else np.array([tokenizer.end_of_document]) for each in ids]
     mesh, params = restore(trained)
-    options = {"sampling": sampling, "seed": seed, "num_ids": tokenizer.vocab_size, "end_token": end_token}
+    options = {"sampling": sampling, "seed": seed, "num_ids": tokenizer.vocab_size, "end_tokens": end_tokens}
     stream = generate(trained.run.model, params, mesh, ids, max_new_tokens=max_new_tokens, **options)
-    steps = list(Progress(stream, total=max_new_tokens, unit="step", desc=trained.name))
-    # A sequence that has ended repeats its end token, which has no text.
-    completions = [
-        added_text(tokenizer, prompt, tokens) for prompt, tokens in zip(ids, np.stack(steps, 1), strict=True)
-    ]
+    steps = iter(Progress(stream, total=max_new_tokens, unit="step", desc=trained.name))
+    completions = generate_until(steps, ids, tokenizer, end_tokens, stop)
     for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), 1):
         if len(prompts) > 1:
             print(f"\n==== {number} of {len(prompts)} ====")

@@ -29,6 +29,12 @@ class Flags:
     top_p: float = flag(0.95, "Sample from the most probable tokens that together reach this probability; 1 for all.")
     greedy: bool = flag(False, "Take the most probable token, as with --temperature=0.")
     seed: int = flag(0, "Seed of the random draws.")
+    stop: tuple[str, ...] = flag((), "Text before which a completion ends; repeat for several.", repeated=True)
+    bos: bool = flag(True, "Begin with the token that an imported model's tokenizer puts before a text, if it does.")
+    control_tokens: bool = flag(
+        False, "Take the text of control tokens in a prompt, such as <|eot_id|>, as these tokens."
+    )
+    chat: bool = flag(False, "Take each prompt as a message of a user, through the imported model's chat template.")
     step: str = flag("newest", STEP_HELP)
 
     def __post_init__(self):
@@ -55,6 +61,10 @@ def main(given: Flags) -> None:
         sampling=Sampling(0.0 if given.greedy else given.temperature, given.top_k or None, given.top_p),
         seed=given.seed,
         step=given.step,
+        stop=given.stop,
+        bos=given.bos,
+        control_tokens=given.control_tokens,
+        chat=given.chat,
     )
 
 

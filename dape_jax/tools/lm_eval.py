@@ -24,7 +24,7 @@ import multiprocessing
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -34,23 +34,25 @@ from etils import epath
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Integer
 
-from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
+from dape_jax.data.conventions import saved_conventions
+from dape_jax.data.tokenizers import saved_tokenizer
 from dape_jax.errors import InputError, printable, require
 from dape_jax.evaluation.programs import model_at, padded_batches, run_in_batches
 from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.model.loss import nll
+from dape_jax.model.positions import Rope
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.progress import Progress
 from dape_jax.provenance import provenance
 from dape_jax.storage import to_path
-from dape_jax.tools.completion import Sampling, added_text, check, generate
+from dape_jax.tools.completion import Sampling, check, generate, generate_until
 
 try:
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
-    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ModuleNotFoundError as missing:
     advice = f"{missing.name}: not installed; pip install 'dape_jax[lm-eval]'"
@@ -150,34 +152,12 @@ def read_generation_kwargs(gen_kwargs: dict[str, Any], max_length: int) -> Gener
     return GenerationOptions(tuple(stop for stop in until if stop), max_gen_toks, sampling)
 
 
-def generate_until_stop(
-    steps: Iterable[Integer[np.ndarray, "B"]],
-    prompts: Sequence[Integer[np.ndarray, "_"]],
-    tokenizer: Tokenizer,
-    until: Sequence[str],
-) -> list[str]:
-    """Consume steps of `generate` until the sequence of each prompt has ended or contains a stop sequence.
-
-    Stop sequences are compared with the decoded string, so they may begin and end inside tokens.
-    """
-    tokens: list[list[int]] = [[] for _ in prompts]
-    outputs, unfinished = [""] * len(prompts), set(range(len(prompts)))
-    for token_B in steps:
-        for row in list(unfinished):
-            tokens[row].append(int(token_B[row]))
-            outputs[row] = added_text(tokenizer, prompts[row], np.array(tokens[row]))
-            if token_B[row] == tokenizer.end_of_document or any(stop in outputs[row] for stop in until):
-                unfinished.remove(row)
-        if not unfinished:
-            break
-    return [postprocess_generated_text(output, list(until), None) for output in outputs]
-
-
 @register_model("dape_jax")
 class DapeLM(TemplateLM):
     """Trained model behind the harness's interface.
 
-    An empty context is the end-of-document token, which precedes every document in training. A context that is too long
+    Texts begin with the token that an imported model's tokenizer puts before them, as with `--model hf`. Without one,
+    an empty context is the end-of-document token, which precedes every document in training. A context that is too long
     loses its beginning; the number of such contexts is logged.
     """
 
@@ -187,6 +167,8 @@ class DapeLM(TemplateLM):
         step: str | int = "newest",
         max_length: int | None = None,
         batch_size: int | str | None = None,
+        prefix_token_id: int | None = None,
+        add_bos_token: bool | None = None,
         **ignored: Any,
     ):
         """Read a checkpoint.
@@ -194,28 +176,54 @@ class DapeLM(TemplateLM):
         Args:
             workdir: run directory.
             step: "newest", "best" (lowest validation loss) or a number.
-            max_length: maximum tokens of context and continuation; None for the longest of the run's
-                `evaluation.lengths`. The model itself has no limit.
+            max_length: maximum tokens of context and continuation; None for the train length of a model with RoPE, and
+                of others for the longest of the run's `evaluation.lengths`. The model itself has no limit.
             batch_size: rows per batch, rounded up to a multiple of the devices; None or "auto" for as many as fit into
                 the run's `evaluation.batch_tokens`.
-            ignored: options that the harness passes to every model, such as `device`: JAX uses all of them.
+            prefix_token_id: id that is an empty context; None for the first token of texts, or the end of a document.
+            add_bos_token: begin every text with the model's BOS token; None: if its tokenizer does.
+            ignored: options that the harness passes to every model, such as `device` (JAX uses all of them), and
+                `tokenizer`, from which some tasks read a tokenizer of their own.
 
         Raises:
             InputError: the checkpoint is missing, a number is invalid, or later tokens matter in the model; raised
                 before any parameter is read.
         """
-        unknown = set(ignored) - {"device", "max_batch_size"}
-        require(not unknown, "model_args", sorted(unknown), "must be workdir, step, max_length")
+        unknown = set(ignored) - {"device", "max_batch_size", "tokenizer"}
+        allowed = "must be workdir, step, max_length, prefix_token_id, add_bos_token or tokenizer"
+        require(not unknown, "model_args", sorted(unknown), allowed)
         super().__init__()
         self.info = read_trained(to_path(str(workdir), "workdir"), str(step), {})
-        self.max_length = max(self.info.run.evaluation.lengths) if max_length is None else max_length
+        run = self.info.run
+        if max_length is None:
+            has_rope = isinstance(run.model.rotary, Rope)
+            max_length = run.train.train_length if has_rope else max(run.evaluation.lengths)
+            logger.info("max_length = %d tokens of context and continuation", max_length)
+        self.max_length = max_length
         require(self.max_length > 0, "max_length", self.max_length, "must be positive")
         is_number = str(batch_size).isdecimal() and int(str(batch_size)) > 0
         require(batch_size in (None, "auto") or is_number, "batch_size", batch_size, "must be positive, or auto")
         self.batch_size = int(str(batch_size)) if is_number else None
         check(self.info.run.model, max_new_tokens=1, seed=0)
         self._tokenizer = saved_tokenizer(self.info.workdir)
+        self.conventions, self._is_chat = saved_conventions(self.info.workdir), False
+        self._bos = self.conventions.bos_id(self._tokenizer)
+        if add_bos_token is not None:
+            name = self.conventions.bos_token
+            self._bos = self._tokenizer.id_of(name) if add_bos_token and name else None
+            has_one = self._bos is not None or not add_bos_token
+            require(has_one, "add_bos_token", add_bos_token, "must be False: the model's tokenizer has no BOS token")
+        self._prefix = prefix_token_id
+        allowed = f"must be an id of the model, 0 to {run.model.vocab_size - 1}"
+        is_id = prefix_token_id is None or 0 <= prefix_token_id < run.model.vocab_size
+        require(is_id, "prefix_token_id", prefix_token_id, allowed)
         self._mesh, self._params = restore(self.info)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Token that is an empty context."""
+        first = self.eot_token_id if self._bos is None else self._bos
+        return first if self._prefix is None else self._prefix
 
     @property
     def eot_token_id(self) -> int:
@@ -223,8 +231,28 @@ class DapeLM(TemplateLM):
         return self._tokenizer.end_of_document
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the token ids of a string; there are no special tokens to add."""
-        return self._tokenizer.encode(string.encode("utf-8", "replace")).tolist()
+        """Return the token ids of a string, after the BOS token unless the string begins with it.
+
+        Control tokens in the string are its text, unless a chat template has been applied.
+        """
+        encode = self._tokenizer.encode_controls if self._is_chat else self._tokenizer.encode
+        ids = encode(string.encode("utf-8", "replace")).tolist()
+        has_bos = self._bos is None or ids[:1] == [self._bos] or add_special_tokens is False
+        return ids if has_bos else [self._bos, *ids]
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return the text of a conversation, by the imported model's template; `InputError` if it has none."""
+        self._is_chat = True
+        return self.conventions.render(chat_history, add_generation_prompt)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return the template, for the harness's record; a template cannot be chosen by name."""
+        return self.conventions.chat_template if chat_template else None
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name of the tokenizer, for the harness's cache."""
+        return self._tokenizer.name
 
     def get_model_info(self) -> dict[str, Any]:
         """Return the harness's record of the model: checkpoint and provenance."""
@@ -308,12 +336,13 @@ class DapeLM(TemplateLM):
         for index, request in enumerate(requests):
             context, gen_kwargs = cast(tuple[str, dict[str, Any]], request.args)
             options = read_generation_kwargs(gen_kwargs, self.max_length)
-            ids, max_prompt = self.tok_encode(context) or [self.eot_token_id], self.max_length - options.max_gen_toks
+            ids, max_prompt = self.tok_encode(context) or [self.prefix_token_id], self.max_length - options.max_gen_toks
             num_truncated += len(ids) > max_prompt
             prompts.append(np.array(ids[-max_prompt:], np.int32))
             indices_of_options[options].append(index)
         self._warn_of_truncation(num_truncated, len(requests))
         answers, seeds = [""] * len(requests), itertools.count()
+        ends = self.conventions.ends(self._tokenizer)
         with Progress(total=len(requests), unit="request", disable=disable_tqdm) as bar:
             for options, indices in indices_of_options.items():
                 indices.sort(key=lambda index: len(prompts[index]), reverse=True)
@@ -330,10 +359,10 @@ class DapeLM(TemplateLM):
                         sampling=options.sampling,
                         seed=next(seeds),
                         num_ids=self._tokenizer.vocab_size,
-                        end_token=self.eot_token_id,
+                        end_tokens=ends,
                     )
                     steps = itertools.islice(steps, options.max_gen_toks)
-                    outputs = generate_until_stop(steps, batch[:num_real], self._tokenizer, options.until)
+                    outputs = generate_until(steps, batch[:num_real], self._tokenizer, ends, options.until)
                     for row, output in zip(rows, outputs, strict=False):
                         answers[indices[row]] = output
                     bar.update(num_real)

@@ -27,6 +27,7 @@ from dape_jax.config import (
     read_run,
     resolved,
 )
+from dape_jax.data.conventions import save_conventions, saved_conventions
 from dape_jax.data.store import follow_corpus
 from dape_jax.data.tokenizers import save_tokenizer
 from dape_jax.distributed import PreemptionGuard, SharedTimer, process_zero_only, require_same, wait_for_all
@@ -150,6 +151,8 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, c
         require(checkpoint.read_config(workdir) == saved, "workdir", str(workdir), allowed)
         if source.tokenizer is not None:
             save_tokenizer(source.tokenizer, workdir)  # before the config, so that a run with a config has a tokenizer
+        if run.init.source is not None and not step_names:
+            save_conventions(saved_conventions(run.init.source_and_step[0]), workdir)
         # A run with a checkpoint keeps its config, also if it resumes with other resumable fields.
         checkpoint.write_config(workdir, saved if saved is not None and step_names and not changes else record)
 

@@ -1,0 +1,113 @@
+"""What a Hugging Face checkpoint says about its tokens beyond `tokenizer.json`: first token, end tokens, chat template.
+
+In: the files of a checkpoint. Out: `Conventions`, which a run keeps beside its tokenizer. Next: generation, `lm_eval`,
+and export, which writes them back.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from dape_jax.data.tokenizers import Tokenizer
+from dape_jax.errors import InputError, require_package
+from dape_jax.files import read_json, write_json
+
+CONVENTIONS_FILE, TEMPLATE_FILE = "conventions.json", "chat_template.jinja"
+
+
+@dataclasses.dataclass(frozen=True)
+class Conventions:
+    """Conventions of a model's tokens; the defaults are those of a model that was trained here."""
+
+    bos_token: str | None = None  # special token
+    eos_token: str | None = None  # special token
+    adds_bos: bool = False  # a text begins with `bos_token`
+    end_tokens: tuple[int, ...] = ()  # ids that end a completion, in addition to the tokenizer's end of document
+    chat_template: str | None = None  # Jinja template of a conversation
+
+    def bos_id(self, tokenizer: Tokenizer) -> int | None:
+        """Return the id that begins a text, or None."""
+        return tokenizer.id_of(self.bos_token) if self.adds_bos and self.bos_token else None
+
+    def ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Return all ids that end a completion."""
+        return (tokenizer.end_of_document, *(end for end in self.end_tokens if end != tokenizer.end_of_document))
+
+    def render(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return the text of a conversation, whose control tokens `Tokenizer.encode` takes as text.
+
+        Args:
+            messages: dicts with "role" and "content".
+            add_generation_prompt: end with the beginning of an answer.
+
+        Raises:
+            InputError: there is no chat template, or it refuses the messages.
+        """
+        if self.chat_template is None:
+            raise InputError("chat_template = None: the model has none; give prompts as text")
+        require_package("jinja2", "hf", "chat_template", self.chat_template[:40])
+        import jinja2
+        import jinja2.ext
+        import jinja2.sandbox
+
+        def refuse(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        # As transformers renders it; the sandbox refuses templates that reach for Python's internals.
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        environment.globals["raise_exception"] = refuse
+        tokens = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
+        try:
+            template = environment.from_string(self.chat_template)
+            return template.render(messages=messages, add_generation_prompt=add_generation_prompt, **tokens)
+        except jinja2.TemplateError as error:
+            raise InputError(f"chat_template: {' '.join(str(error).split())}") from error
+
+
+def conventions_of(directory: Path, config: dict[str, Any], tokenizer: Tokenizer) -> Conventions:
+    """Return the conventions of a Hugging Face checkpoint, from whichever of its files there are."""
+
+    def content(name: str) -> dict[str, Any]:
+        return read_json(directory / name) if (directory / name).exists() else {}
+
+    settings = content("tokenizer_config.json")
+    ends: set[int] = set()
+    for source in (config, content("generation_config.json")):
+        found = source["eos_token_id"] if "eos_token_id" in source else None
+        ends |= {end for end in (found if isinstance(found, list) else [found]) if type(end) is int}
+    names = {}
+    for name in ("bos_token", "eos_token"):
+        token = settings[name] if name in settings else None
+        token = token["content"] if isinstance(token, dict) and "content" in token else token
+        names[name] = token if isinstance(token, str) and tokenizer.id_of(token) is not None else None
+    first = tokenizer.first_token
+    adds_bos = settings["add_bos_token"] if "add_bos_token" in settings else None
+    if adds_bos is None:
+        adds_bos = first is not None
+        names["bos_token"] = first or names["bos_token"]
+    template = settings["chat_template"] if "chat_template" in settings else None
+    if isinstance(template, list):  # several, by name
+        template = {each["name"]: each["template"] for each in template}["default"]
+    if (directory / TEMPLATE_FILE).exists():
+        template = (directory / TEMPLATE_FILE).read_text(encoding="utf-8")
+    adds_bos = bool(adds_bos) and names["bos_token"] is not None
+    return Conventions(**names, adds_bos=adds_bos, end_tokens=tuple(sorted(ends)), chat_template=template)
+
+
+def saved_conventions(workdir: epath.PathLike) -> Conventions:
+    """Return the conventions of a run; the defaults if it has none."""
+    file = epath.Path(workdir) / CONVENTIONS_FILE
+    if not file.exists():
+        return Conventions()
+    fields = read_json(file)
+    return Conventions(**fields | {"end_tokens": tuple(fields["end_tokens"])})
+
+
+def save_conventions(conventions: Conventions, workdir: epath.PathLike) -> None:
+    """Write conventions for `saved_conventions`, unless they are the defaults."""
+    if conventions != Conventions():
+        write_json(epath.Path(workdir) / CONVENTIONS_FILE, dataclasses.asdict(conventions))
