@@ -52,10 +52,10 @@ def read_study(settings: Any, **evaluation: int) -> Study:
     changes = {"lengths": settings.lengths, "max_windows": settings.windows} | evaluation
     models = [read_trained(to_path(workdir, "--workdir"), settings.step, changes) for workdir in settings.workdir]
     require_different_names(models, "--workdir")
-    store, digest = common_text(models, settings.data)
+    store, digests = common_text(models, settings.data)
     directory = make_results_directory(to_path(settings.output, "--output"), "--output")
     windows = choose_windows(store, max(settings.lengths), settings.windows)
-    return Study(models, store, digest, windows, directory)
+    return Study(models, store, digests[0], windows, directory)
 
 
 def interval(

@@ -577,7 +577,7 @@ def test_texts_that_changed_or_differ_are_refused(runs, monkeypatch, tmp_path):
 
     def other_for_dape(model: TrainedModel, data: str | None) -> Any:
         corpora = corpora_of(model, data)
-        return corpora if model.name == "dape" else dataclasses.replace(corpora, train=corpora.validation)
+        return corpora if model.name == "dape" else dataclasses.replace(corpora, validation=corpora.train)
 
     monkeypatch.setattr(perplexity, "corpora_of", other_for_dape)
     with pytest.raises(InputError, match=r"data = \{'none': '.*text.* as bytes', 'dape': '.*'\}: must be.*--data=TEXT"):

@@ -407,10 +407,16 @@ def test_a_run_with_a_text_for_validation_is_evaluated_on_it(root, tmp_path):
     (other / "more.txt").write_text("more of it " * 30)
     spec = tiny.spec(root, data__validation_path=str(other), model__num_layers=1, train__num_steps=2)
     loop.train(spec, tmp_path / "run")
-    evaluate([tmp_path / "run"], Options(lengths=(16,), max_windows=100))
-    (run,) = json.loads((tmp_path / "run/lengths.json").read_text())["runs"]
-    assert run["lengths"][0]["num_documents"] == 41
-    assert run["data"] == json.loads((tmp_path / "run/config.json").read_text())["data_digest"]
+    tiny.write_text(tmp_path / "more")
+    (tmp_path / "more" / "new.txt").write_text("new text " * 50)
+    loop.train(spec | {"data": spec["data"] | {"path": str(tmp_path / "more")}}, tmp_path / "more_run")
+    both = [tmp_path / "run", tmp_path / "more_run"]  # other texts to train on, the same for validation
+    evaluate(both, Options(lengths=(16,), max_windows=100), output=tmp_path / "run")
+    results = json.loads((tmp_path / "run/lengths.json").read_text())["runs"]
+    assert [run["lengths"][0]["num_documents"] for run in results] == [41, 41]
+    digests = [json.loads((run / "config.json").read_text())["data_digest"] for run in both]
+    assert [run["data"] for run in results] == digests
+    assert digests[0] != digests[1]
 
 
 def test_damaged_tokens_are_found_before_training(tmp_path):

@@ -122,7 +122,7 @@ def evaluate(
     fields = ("evaluation.lengths", "evaluation.last_tokens", "evaluation.max_windows")
     require_same(models, *(["train.train_length"] if options.protocol == "delta" else []), *fields)
 
-    store, digest = common_text(models, options.data, options.split, options.verify)
+    store, digests = common_text(models, options.data, options.split, options.verify)
     evaluation = models[0].run.evaluation
     windows = choose_windows(store, max(evaluation.lengths), evaluation.max_windows)
     documents = np.array([window.document for window in windows])
@@ -138,7 +138,7 @@ def evaluate(
         for model, chosen in zip(models, variants, strict=True)
     ]
     results = []
-    for model, by_rotary in zip(models, programs, strict=True):
+    for model, digest, by_rotary in zip(models, digests, programs, strict=True):
         mesh_of_model, params = restore(model)
         for rotary, compiled in by_rotary.items():
             name, train_length = variant_name(model, rotary), model.run.train.train_length
@@ -186,8 +186,8 @@ def scored_as(protocol: Protocol, model: Model) -> Model:
 
 def common_text(
     models: Sequence[Model], data: str | None, split: str = "validation", verify: bool = False
-) -> tuple[TokenStore, str]:
-    """Return the documents that all models are scored on, after they were verified, and the digest of their corpora.
+) -> tuple[TokenStore, list[str]]:
+    """Return the documents that all models are scored on, verified, and for each model the digest of its corpora.
 
     Imported models, which have no text, get that of the first trained one, with their own tokenizer.
 
@@ -207,12 +207,13 @@ def common_text(
         (tokenizer,) = {store.sidecar.tokenizer for store in stores.values()}
         texts[model.name] = f"{', '.join(stores)} as {tokenizer}"
     allowed = "must be the same text and tokenizer for all; --data=TEXT scores all runs of one tokenizer on one text"
-    require(len({each.digest for each in corpora}) == 1, "data", texts, allowed)
+    scored = [[store.digest for store in each.stores(split)] for each in corpora]
+    require(scored.count(scored[0]) == len(models), "data", texts, allowed)
     stores = corpora[0].stores(split)
     allowed = f"must have documents in {texts[models[0].name]}; --split=all scores the documents of both splits"
     require(bool(stores), "split", split, allowed)
     verify_stores(stores, verify)
-    return joined(stores), corpora[0].digest
+    return joined(stores), [each.digest for each in corpora]
 
 
 # ---- windows
