@@ -504,6 +504,13 @@ def test_what_is_left_out_is_named_at_every_start(tmp_path: Path, caplog):
         prepare(config(tmp_path / "in/flat.bin", tmp_path / "out", tokenizer=None, train_bpe=300))
 
 
+def test_a_prepared_corpus_is_no_text(tmp_path: Path):
+    prepare(config(write(tmp_path / "a.jsonl", *LINES), tmp_path / "out"))
+    for path in ("out", "out/train"):
+        with pytest.raises(InputError, match=rf"input = '{tmp_path}/{path}': must be text, not a prepared corpus"):
+            prepare(config(tmp_path / path, tmp_path / "again"))
+
+
 def test_windows_of_zstd_may_be_large(tmp_path: Path):
     compressor = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 28})
     source = write(tmp_path / "a.jsonl.zst", compressor.compress(b"".join(LINES)), compressor.flush())

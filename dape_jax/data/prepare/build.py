@@ -38,7 +38,6 @@ from dape_jax.data.store import (
     SPLITS,
     TOKENS_FILE,
     Sidecar,
-    Split,
     token_dtype,
 )
 from dape_jax.data.tokenizers import HfTokenizer, Tokenizer, save_tokenizer
@@ -81,7 +80,6 @@ def _record_of(saved: dict[str, Any]) -> Record:
 class Document(NamedTuple):
     """Document of a corpus."""
 
-    split: Split
     ids: Integer[np.ndarray, "_"]  # without end_of_document
     num_text_bytes: int
     is_lossy: bool
@@ -96,12 +94,11 @@ def to_document(config: PrepareConfig, tokenizer: Tokenizer, where: str, found: 
     content = found.content
     if isinstance(content, str | Bad):
         return content
-    assert found.split is not None
     if not isinstance(content, bytes):
         low, high = int(content.min()), int(content.max())
         allowed = f"must be 0 to {tokenizer.vocab_size - 1}, the ids of the tokenizer {tokenizer.name}"
         require(0 <= low and high < tokenizer.vocab_size, f"{where}: token id", low if low < 0 else high, allowed)
-        return Document(found.split, content, num_text_bytes=0, is_lossy=False)
+        return Document(content, num_text_bytes=0, is_lossy=False)
     try:
         ids = tokenizer.encode(content)
     except InputError as error:
@@ -109,7 +106,7 @@ def to_document(config: PrepareConfig, tokenizer: Tokenizer, where: str, found: 
     is_lossy = tokenizer.decode(ids) != content
     allowed = "must decode to the text; dape-prepare --lossy accepts and counts documents that differ"
     require(config.lossy or not is_lossy, f"{where}: tokenizer", tokenizer.name, allowed)
-    return Document(found.split, ids, len(content), is_lossy)
+    return Document(ids, len(content), is_lossy)
 
 
 def build_corpus(
@@ -216,10 +213,11 @@ def _write_documents(
                     line = {"file": files_left[found.file].path, "line": found.number, "reason": bad.reason}
                     out[REJECTED_FILE].write(json.dumps(line | {"detail": detail}).encode() + b"\n")
             else:
-                out[f"{made.split}.tokens"].write(made.ids.astype(dtype, casting="unsafe").tobytes() + end)
-                out[f"{made.split}.lengths"].write((len(made.ids) + 1).to_bytes(8, "little"))
-                record.num_documents[made.split] += 1
-                record.num_tokens[made.split] += len(made.ids) + 1
+                out[f"{found.split}.tokens"].write(made.ids.astype(dtype, casting="unsafe").tobytes() + end)
+                out[f"{found.split}.lengths"].write((len(made.ids) + 1).to_bytes(8, "little"))
+                assert found.split is not None
+                record.num_documents[found.split] += 1
+                record.num_tokens[found.split] += len(made.ids) + 1
                 record.num_text_bytes += made.num_text_bytes
                 record.num_lossy += made.is_lossy
         record.num_input_bytes = sum(file.num_bytes for file in files)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import fsspec
 
-from dape_jax.data.store import STDLIB, Split, read_errors
+from dape_jax.data.store import SIDECAR_FILE, SPLITS, STDLIB, Split, read_errors
 from dape_jax.errors import require
 from dape_jax.storage import is_remote
 
@@ -40,6 +40,9 @@ def find_files(paths: Iterable[str], excluded: Collection[Path] = (), field: str
     """
     files: dict[str, InputFile] = {}
     for path in paths:
+        parts = (os.path.join(os.path.expanduser(path), split, SIDECAR_FILE) for split in ("", *SPLITS))
+        allowed = "must be text, not a prepared corpus: train on it with --config.data.path"
+        require(not any(map(os.path.exists, parts)), field, path, allowed)
         with read_errors(field, path):
             found = _find_remote(path) if is_remote(path) else map(_stat, _find_local(path))
             kept = [file for file in found if not any(Path(file.path).is_relative_to(each) for each in excluded)]
