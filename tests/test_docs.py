@@ -77,11 +77,16 @@ def test_recipes_expect_the_committed_results():
     runs = tables.read("che/accuracy.json")["runs"]
     on_pairs = [tables.select(runs, task="even_pairs", name=name) for name in tables.PAIR]
     of_pairs = [f"{100 * run[field]:.2f}" for run in on_pairs for field in ("trained", "score")]
+    continued = tables.read("retrofit/retrofit.json")["perplexity"]
+    names = ("original, rope", "original, yarn", "ALiBi + DAPE1x3", "Kerple + DAPE1x3")
+    of_ways = [f"{continued[name][at]:.2f}" for name in names for at in ("128", "4096")]
+    ways = "RoPE {} and {}, YaRN {} and {}; ALiBi with DAPE1x3 {} and {}, Kerple with DAPE1x3 {} and {}."
     two_each = "Kerple {} and {}; DAPE1x3-Kerple {} and {}."
     for recipe, expected in (
         ("quickstart", two_each.format(*of_demo)),
         ("small", "{} and {}; with processor=none {} and {}.".format(*perplexities("fig2", 32, 2048))),
         ("che", two_each.format(*of_pairs)),
+        ("retrofit", ways.format(*of_ways)),
     ):
         assert expected in " ".join((ROOT / "dape_jax" / "configs" / f"{recipe}.py").read_text().split())
 

@@ -25,7 +25,7 @@ import transformers
 from flax import nnx
 
 from dape_jax.data.conventions import saved_conventions
-from dape_jax.data.tokenizers import byte_tokenizer_json
+from dape_jax.data.tokenizers import byte_tokenizer_json, train_bpe
 from dape_jax.errors import InputError, printable
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.perplexity import evaluate
@@ -34,8 +34,8 @@ from dape_jax.model.transformer import TransformerConfig, flat_params, model_str
 from dape_jax.pretrained import load
 from dape_jax.pretrained.export import export_run
 from dape_jax.pretrained.families import FAMILIES, family_of
-from dape_jax.pretrained.files import INDEX_FILE, open_source
-from dape_jax.pretrained.load import import_run
+from dape_jax.pretrained.files import INDEX_FILE, find_source, open_source
+from dape_jax.pretrained.load import import_run, source_tokenizer
 from dape_jax.sharding import MeshConfig, make_mesh
 from dape_jax.tools.completion import Sampling, complete
 from dape_jax.training import checkpoint, loop
@@ -249,6 +249,49 @@ def test_a_completion_is_that_of_transformers(directories, tmp_path, capsys):
     names = [(each.bos_token, each.eos_token, each.chat_template) for each in (exported, tokenizer)]
     assert names[0] == names[1]
     assert json.loads((tmp_path / "exported" / "generation_config.json").read_text())["eos_token_id"] == [257, end]
+
+
+@pytest.mark.hf
+@pytest.mark.extra
+def test_a_tokenizer_of_two_files_is_converted(directories, tmp_path, text):
+    copy = Path(shutil.copytree(directories("llama"), tmp_path / "copy"))
+    with pytest.raises(InputError, match=r"has no tokenizer.json; give --tokenizer"):
+        source_tokenizer(copy)
+    trained = train_bpe([file.read_text() for file in text.iterdir()], 300)
+    library = tokenizers.Tokenizer.from_str(trained.content)
+    library.model.save(str(copy))
+    (copy / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}')
+    converted = source_tokenizer(copy)
+    np.testing.assert_array_equal(converted.encode(b"a long text"), trained.encode(b"a long text"))
+    assert converted.end_of_document == trained.end_of_document
+    (copy / "merges.txt").unlink()
+    (copy / "vocab.json").write_text("[]")
+    with pytest.raises(InputError, match=r"vocab.json cannot be converted: "):
+        source_tokenizer(copy)
+
+
+@pytest.mark.hf
+def test_a_model_of_the_hub_is_downloaded_or_the_line_says_how(tmp_path, monkeypatch):
+    asked = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append(
+            (name, set(allow_patterns) >= {"*.json", "*.safetensors"}, any("bin" in x for x in allow_patterns))
+        )
+        if name.startswith("offline"):
+            raise ConnectionError("no\nnetwork")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert find_source("Qwen/Qwen3-0.6B") == tmp_path
+    with pytest.raises(InputError, match=r"hf download offline/a --local-dir=DIRECTORY. ConnectionError: no network"):
+        find_source("offline/a")
+    assert asked == [("Qwen/Qwen3-0.6B", True, False), ("offline/a", True, False)]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(InputError, match=r"hf download a/b --local-dir=DIRECTORY \(pip install 'dape_jax\[hf\]'"):
+        find_source("a/b")
+    for local in (str(tmp_path), "a", "a/b/c", "../a"):
+        assert find_source(local) == Path(local)
 
 
 # ---- a run like any other

@@ -203,6 +203,21 @@ def test_the_gradient_norm_is_that_of_the_trained_parameters(trained_root):
     assert {parameter_kind(path) for path, square in squares.items() if square > 0} == {"processor"}
 
 
+def test_the_recipe_that_gives_a_model_length(trained_root, sources):
+    """Of a run the steps and the rate are parts of its own; of an imported model they are what the import says."""
+    recipe = read_module(RECIPES / "retrofit.py")
+    for arguments, bias, num_steps in (("", "alibi", 2), (",bias=kerple,percent=100", "kerple", 4)):
+        run = read_run(recipe.get_config(f"source={sources}/none{arguments}").to_dict())
+        assert (run.train.num_steps, run.optimizer.learning_rate, run.optimizer.final_fraction) == (num_steps, 5e-3, 1)
+        model = resolved(run)["model"]
+        assert [model[field]["name"] for field in ("rotary", "bias", "processor")] == ["none", bias, "dape"]
+        assert (model["processor"]["kernel_width"], model["processor"]["init"]) == (3, "identity")
+        assert run.init.source == f"{sources}/none"
+    for wrong in ("bias=t5", "percent=0"):
+        with pytest.raises(InputError, match="must be"):
+            recipe.get_config(f"source={sources}/none,{wrong}")
+
+
 def test_the_recipe_takes_everything_but_the_method_from_the_source(trained_root, sources, tmp_path, monkeypatch):
     recipe = read_module(RECIPES / "continued.py")
     spec = recipe.get_config(f"source={sources}/dape@2").to_dict()

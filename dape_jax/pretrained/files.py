@@ -8,6 +8,7 @@ of the directory. Links are followed, as the cache of Hugging Face's hub needs.
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+_DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 _SHOWN_CHARS = 200
 _DTYPES = ("F32", "F16", "BF16")  # supported dtypes, all exactly convertible to float32
 
@@ -61,6 +63,29 @@ class Source:
         file = self.tensors[name].file
         with _reading(file), safetensors.safe_open(file, "numpy") as opened:
             return np.asarray(opened.get_tensor(name))
+
+
+def find_source(source: str) -> Path:
+    """Return the directory of a checkpoint: a local one, or the cache's copy of a model on Hugging Face's hub.
+
+    Only configs, safetensors and tokenizers are downloaded, by the package huggingface_hub.
+
+    Raises:
+        InputError: there is neither; the message has the command that downloads the model.
+    """
+    directory = Path(source).expanduser()
+    if directory.exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source, re.ASCII):
+        return directory
+    advice = f"must be a directory, or a model of the hub; to download it: hf download {source} --local-dir=DIRECTORY"
+    try:
+        import huggingface_hub  # an optional package, of the extra hf
+    except ImportError as error:
+        raise InputError(f"source = {source!r}: {advice} (pip install 'dape_jax[hf]')") from error
+    try:
+        return Path(huggingface_hub.snapshot_download(source, allow_patterns=_DOWNLOADED))
+    except Exception as error:  # of its own, of httpx, and of the file system
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"source = {source!r}: {advice}. {type(error).__name__}: {reason}") from error
 
 
 def open_source(directory: Path) -> Source:

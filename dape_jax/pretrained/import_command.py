@@ -1,14 +1,15 @@
 """Import a Hugging Face checkpoint as a run at step 0, which all commands accept like a trained run.
 
     dape-import --source=/models/pythia-410m --workdir=runs/pythia
+    dape-import --source=Qwen/Qwen3-0.6B --workdir=runs/qwen3          # downloaded from Hugging Face's hub
 
-In: a directory with `config.json` and `*.safetensors`. Out: a run directory. Next: `docs/pretrained.md`.
+In: a directory with `config.json` and `*.safetensors`, or the name of a model on the hub. Out: a run directory. Next:
+`docs/pretrained.md`.
 
 The run has no training text: `data.path` is None. Its optimizer and schedule are defaults for continued training.
 """
 
 import dataclasses
-from pathlib import Path
 
 from dape_jax import command_line
 from dape_jax.command_line import flag
@@ -19,7 +20,10 @@ from dape_jax.storage import require_local, to_path
 class Flags:
     """Flags of the command line."""
 
-    source: str = flag(dataclasses.MISSING, "Directory with config.json and *.safetensors.")
+    source: str = flag(
+        dataclasses.MISSING,
+        "Directory with config.json and *.safetensors, or the name of a model on Hugging Face's hub.",
+    )
     workdir: str = flag(dataclasses.MISSING, "Run directory to create.")
     tokenizer: str | None = flag(None, "'bytes' or the path of a tokenizer.json; the source's if unset.")
     train_length: int | None = flag(
@@ -37,12 +41,13 @@ def main(given: Flags) -> None:
     workdir = to_path(given.workdir, "--workdir")
 
     from dape_jax.distributed import require_single_process  # after the flags are checked: JAX takes seconds to import
+    from dape_jax.pretrained.files import find_source
     from dape_jax.pretrained.load import import_run
     from dape_jax.sharding import read_mesh
 
     require_single_process()
     import_run(
-        Path(given.source),
+        find_source(given.source),
         workdir,
         tokenizer=given.tokenizer,
         train_length=given.train_length,

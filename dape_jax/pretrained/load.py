@@ -4,6 +4,7 @@ The run has no training text: `data.path` is None. Its optimizer and schedule ar
 """
 
 import functools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from dape_jax.config import RunConfig, resolved
 from dape_jax.configs import common
 from dape_jax.data.conventions import conventions_of, save_conventions
 from dape_jax.data.tokenizers import TOKENIZER_FILE, Tokenizer, read_tokenizer, save_tokenizer
-from dape_jax.errors import require
+from dape_jax.errors import InputError, require, require_package
 from dape_jax.model.transformer import Params, TransformerConfig, flat_params
 from dape_jax.pretrained.families import BUFFERS, Tensor, family_of
 from dape_jax.pretrained.files import Source, open_source, short
@@ -56,11 +57,7 @@ def import_run(
     family = family_of(source.config)
     length = family.max_length if train_length is None else train_length
     require(0 < length <= family.max_length, "train_length", length, f"must be 1 to {family.max_length}")
-    if tokenizer is None:
-        tokenizer = str(directory / TOKENIZER_FILE)
-        has_one = Path(tokenizer).exists()
-        require(has_one, "source", str(directory), f"has no {TOKENIZER_FILE}; give --tokenizer")
-    chosen = read_tokenizer(tokenizer, "tokenizer")
+    chosen = source_tokenizer(directory) if tokenizer is None else read_tokenizer(tokenizer, "tokenizer")
     require(checkpoint.read_config(workdir) is None, "workdir", str(workdir), "must not contain a run")
     spec = run_spec(family.model | {"dtype": dtype}, length, absolute(workdir) / TOKENIZER_FILE, chosen)
     run = RunConfig.from_dict(spec)
@@ -79,6 +76,30 @@ def import_run(
         record = {"config": resolved(run), "data_digest": "", "imported": {"source": str(directory.resolve())}}
         checkpoint.save_params(workdir, params, record)
         checkpoint.write_config(workdir, record)  # last: an import that was killed before can be repeated
+
+
+def source_tokenizer(directory: Path) -> Tokenizer:
+    """Return the tokenizer of a checkpoint: its tokenizer.json, or one that transformers makes of its other files.
+
+    Raises:
+        InputError: there is no tokenizer, or it cannot be converted.
+    """
+    file = directory / TOKENIZER_FILE
+    if file.exists():
+        return read_tokenizer(str(file), "tokenizer")
+    others = [name for name in ("tokenizer.model", "vocab.json") if (directory / name).exists()]
+    allowed = f"has no {TOKENIZER_FILE}; give --tokenizer"
+    require(bool(others), "source", str(directory), allowed)
+    require_package("transformers", "hf", f"{directory}: tokenizer", others[0])
+    import transformers  # large, and needed only here
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            transformers.AutoTokenizer.from_pretrained(directory).save_pretrained(folder)
+        except Exception as error:  # of many kinds: a damaged file, or the package sentencepiece is missing
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(f"source = {str(directory)!r}: {others[0]} cannot be converted: {reason}") from error
+        return read_tokenizer(str(Path(folder, TOKENIZER_FILE)), "tokenizer")
 
 
 def run_spec(
