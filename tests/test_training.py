@@ -380,6 +380,7 @@ def test_a_small_validation_set_gives_the_same_loss_at_any_batch_size(root):
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
+@pytest.mark.extra
 def test_a_run_on_a_mixture_resumes_bitwise_and_logs_the_loss_of_each_text(root, tmp_path, monkeypatch):
     tiny.write_text(tmp_path / "other")
     weights = {str(root / "text"): 3.0, str(tmp_path / "other"): 1.0}
