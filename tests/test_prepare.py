@@ -317,14 +317,14 @@ TEXT = "".join(f"line {i}: {'naïve café, 日本語' * (i % 3)}\n" for i in ran
 FORMS = {
     "lines": TEXT,
     "no breaks": TEXT.replace("\n", " "),
-    "no spaces": "日本語" * 3000,
+    "no spaces": "a" + "日本語" * 3000,
     "windows": TEXT.replace("\n", "\r\n"),
     "json": json.dumps({"name": TEXT}, indent=1, ensure_ascii=False),
     "array": json.dumps([{"name": TEXT}], ensure_ascii=False),
 }
 
 
-@pytest.mark.parametrize("piece", [2**24, 99])
+@pytest.mark.parametrize("piece", [2**24, 100])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_end_of_one_text_is_held_out(tmp_path: Path, form: str, piece: int):
     text = FORMS[form]
@@ -804,6 +804,8 @@ def test_a_trained_tokenizer_is_complete_and_not_trained_again(tmp_path: Path, m
 
 
 def test_a_tokenizer_is_trained_only_on_the_training_split(tmp_path: Path):
+    """Test a division by the hash, and one at a position."""
+
     def trained(output: str, documents: list[str]) -> str:
         source = write(
             tmp_path / f"{output}.jsonl", *(json.dumps({"text": text}).encode() + b"\n" for text in documents)
@@ -814,6 +816,8 @@ def test_a_tokenizer_is_trained_only_on_the_training_split(tmp_path: Path):
     validation = [f"zebra {i} " * 50 for i in range(40)]
     validation = [text for text in validation if split_of(text.encode(), 0.3) == "validation"]
     assert trained("one", DOCUMENTS) == trained("other", [*validation, *DOCUMENTS])
+    words = " the rows are queries" * 100
+    assert trained("end", [words + " zebra" * 60]) == trained("another end", [words + " tiger" * 60])
 
 
 def test_raw_text_needs_a_tokenizer(tmp_path: Path):
