@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tiny import SPEC
 
 import dape_jax
-from dape_jax import Blockwise, DapeConfig, Dense, KerpleConfig, attend, dape, masked_softmax
+from dape_jax import AlibiConfig, Blockwise, DapeConfig, Dense, KerpleConfig, attend, dape, masked_softmax
 from dape_jax.config import read_model
 from dape_jax.model import processors
 from dape_jax.model.contextual import CONTEXTUAL
@@ -454,6 +454,7 @@ def test_a_wrong_bias_or_processor_is_named(implementation):
         ({"bias": flat_bias}, dape_jax.InputError, ["bias function", "must return [H, T, S] = (2, "]),
         ({"segment_ids": jnp.zeros((2, 4), int)}, dape_jax.InputError, ["segment_ids.shape = (2, 4)", "(2, 3)"]),
         ({"bias": KerpleConfig()}, dape_jax.InputError, ["bias = KerpleConfig(", "its build() returns"]),
+        ({"bias": jnp.zeros((2, 3, 3))}, dape_jax.InputError, ["bias = 'array (2, 3, 3)'", "lambda q_pos, k_pos"]),
     ):
         with pytest.raises(error) as raised:
             attend(*jnp.zeros((3, 2, 3, 2, 4)), **options, implementation=implementation)
@@ -493,5 +494,21 @@ def test_wrong_arrays_are_named():
         positions = [jnp.zeros(shape, int) for shape in positions or ()]
         with pytest.raises(dape_jax.InputError, match=re.escape(message)):
             attend(*map(jnp.zeros, shapes), *positions)
+    again = jnp.arange(T) % 10
+    with pytest.raises(dape_jax.InputError, match=r"k_pos_S = \[\[9, 0\]\]: must increase .* give segment_ids"):
+        attend(*map(jnp.zeros, (Q, Q, Q)), again, again)
     with pytest.raises(dape_jax.InputError, match=r"q_BTHK\.dtype = 'int32': must be float16"):
         attend(*(jnp.zeros(Q, int) for _ in range(3)))
+
+
+def test_unsigned_positions_and_padding_are_positions():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, B, T, H, K))
+    bias, signed = AlibiConfig().build(H), jnp.arange(T)
+    expected = np.asarray(attend(q, k, v, signed, signed, bias=bias))
+    assert np.ptp(expected) > 0.1
+    for kind in (np.uint32, jnp.uint8):
+        pos = signed.astype(kind)
+        np.testing.assert_array_equal(attend(q, k, v, pos, pos, bias=bias), expected)
+    padded = jnp.pad(k, [(0, 0), (0, 2), (0, 0), (0, 0)]), jnp.pad(v, [(0, 0), (0, 2), (0, 0), (0, 0)])
+    k_pos = jnp.concatenate([signed, jnp.array([-1, -1])])
+    np.testing.assert_allclose(attend(q, *padded, signed, k_pos, bias=bias), expected, atol=1e-6)

@@ -103,7 +103,8 @@ def attend(
 
     Raises:
         InputError: the arrays are not of floating point, the shapes are inconsistent (also those that the bias or the
-            processor returns), a config is given instead of its module, or an option is not allowed.
+            processor returns), key positions do not increase (seen outside of `jit` only), a config or an array is
+            given instead of a module, or an option is not allowed.
         NotImplementedError: "fused" has no kernel for these arguments; the message gives the reason.
     """
     if isinstance(implementation, str):
@@ -146,6 +147,10 @@ def _positions(
     num_rows: int, num_keys: int, q_pos_T: Array | None, k_pos_S: Array | None, starts_BS: Array | None = None
 ) -> Positions:
     """Return the positions of a call of `attend`; see there."""
+    q_pos_T, k_pos_S = (  # differences of unsigned positions would wrap around
+        pos.astype(np.int32) if pos is not None and jnp.issubdtype(pos.dtype, jnp.unsignedinteger) else pos
+        for pos in (q_pos_T, k_pos_S)
+    )
     k_pos_S = jnp.arange(num_keys) if k_pos_S is None else k_pos_S
     q_pos_T = k_pos_S[num_keys - num_rows :] if q_pos_T is None else q_pos_T
     return Positions(q_pos_T, k_pos_S, None if starts_BS is None else starts_BS[:, num_keys - num_rows :], starts_BS)
@@ -167,6 +172,11 @@ def check_arrays(q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, q_pos_T: Any = Non
             require(jnp.ndim(pos) == 1, pos_name, jnp.shape(pos) or pos, f"must be [{rows}], the same for the batch")
             allowed = f"must be [{layout}], rows before heads, with {rows} = {len(pos)}, the length of {pos_name}"
             require(x.shape[1] == len(pos), f"{name}.shape", x.shape, allowed)
+    if k_pos_S is not None and not isinstance(k_pos_S, jax.core.Tracer):
+        pos = np.asarray(k_pos_S).astype(np.int64)
+        falls = np.flatnonzero(np.diff(pos[pos >= 0]) <= 0)[:1].tolist()
+        allowed = "must increase at every key that is not padding; for packed documents give segment_ids, no positions"
+        require(not falls, "k_pos_S", [pos[pos >= 0][each : each + 2].tolist() for each in falls], allowed)
     (batch, num_rows, heads, head_dim), groups = q_BTHK.shape, k_BSGK.shape[2]
     allowed = f"must have B = {batch} and K = {head_dim}, like q_BTHK"
     require((k_BSGK.shape[0], k_BSGK.shape[3]) == (batch, head_dim), "k_BSGK.shape", k_BSGK.shape, allowed)
@@ -177,9 +187,14 @@ def check_arrays(q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, q_pos_T: Any = Non
 
 
 def check_modules(score_mod: ScoreMod) -> None:
-    """Raise `InputError` if a config is given instead of the module that its `build` returns, or a function."""
+    """Raise `InputError` if a config is given instead of the module that its `build` returns, or an array as bias."""
     for name, module in (("bias", score_mod.bias), ("processor", score_mod.processor)):
         require(not hasattr(module, "build"), name, module, "is a config: give the module that its build() returns")
+    shape, allowed = (
+        getattr(score_mod.bias, "shape", None),
+        "must be a module, or lambda q_pos, k_pos, *, causal: ARRAY",
+    )
+    require(shape is None, "bias", f"array {shape}", allowed)
     processor = score_mod.processor
     is_processor = isinstance(processor, Processor)
     require(is_processor, "processor", type(processor).__name__, "must be a subclass of Processor")
