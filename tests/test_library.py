@@ -503,7 +503,7 @@ def test_wrong_arrays_are_named():
 
 def test_unsigned_positions_and_padding_are_positions():
     q, k, v = jax.random.normal(jax.random.key(0), (3, B, T, H, K))
-    bias, signed = AlibiConfig().build(H), jnp.arange(T)
+    bias, signed = AlibiConfig().build(H, K, nnx.Rngs(0)), jnp.arange(T)
     expected = np.asarray(attend(q, k, v, signed, signed, bias=bias))
     assert np.ptp(expected) > 0.1
     for kind in (np.uint32, jnp.uint8):

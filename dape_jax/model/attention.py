@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from dape_jax.errors import positive, require
 from dape_jax.kernels import KERNELS, attend_fused, why_not_fused
@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 def score(
     q_BTHK: Float[Array, "B T H K"],
     k_BSGK: Float[Array, "B S G K"],
-    q_pos_T: Int[Array, "T"] | None = None,
-    k_pos_S: Int[Array, "S"] | None = None,
+    q_pos_T: Integer[Array, "T"] | None = None,
+    k_pos_S: Integer[Array, "S"] | None = None,
     *,
     bias: Bias | ContextualBias | None = None,
     causal: bool = True,
@@ -62,8 +62,8 @@ def attend(
     q_BTHK: Float[Array, "B T H K"],
     k_BSGK: Float[Array, "B S G K"],
     v_BSGK: Float[Array, "B S G K"],
-    q_pos_T: Int[Array, "T"] | None = None,
-    k_pos_S: Int[Array, "S"] | None = None,
+    q_pos_T: Integer[Array, "T"] | None = None,
+    k_pos_S: Integer[Array, "S"] | None = None,
     *,
     bias: Bias | ContextualBias | None = None,
     processor: Processor | None = None,
