@@ -119,6 +119,7 @@ def test_rotary_is_removed_and_the_bias_replaced(trained_root, tmp_path, monkeyp
         ({"init__source": "SOURCE@"}, ["init.source", "directory@step"]),
         ({"init__source": "ftp://a/b"}, ["init.source", "gs://"]),
         ({"init__source": "OTHER"}, ["init.source", "has the tokenizer", "but this run has the tokenizer bytes"]),
+        ({"model__vocab_multiple": 8}, ["init.source", "(257, 16)", "(264, 16)", "--config.model.vocab_multiple=1"]),
         ({"model__width": 32}, ["init.source", "(257, 16)", "(257, 32)", "embedding_VD"]),
         ({"model__processor": DAPE | {"kernel_width": 5}}, ["init.source", "layers/attention/processor/", "shape"]),
         ({"model__norm_first": False}, ["init.source", "norm/", "this model has no such parameter"]),

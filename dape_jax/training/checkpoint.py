@@ -424,7 +424,7 @@ def _read(workdir: epath.PathLike, name: str, **items: Any) -> dict[str, Any]:
         while cause.__cause__ is not None and not isinstance(cause, InputError):
             cause = cause.__cause__
         # A bucket's errors do not tell damage from the network.
-        verdict = _NOT_NOW if _error_number(error) in _NOT_DAMAGE or is_remote(step) else "cannot be read"
+        verdict = _NOT_NOW if _error_number(cause) in _NOT_DAMAGE or is_remote(step) else "cannot be read"
         fault = f"{step}: {verdict}: {' '.join(str(cause).split())[:300]}"
     if fault := agreed(fault):
         raise InputError(f"{fault}; nothing was moved") if _NOT_NOW in fault else DamagedError(fault)

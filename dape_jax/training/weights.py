@@ -141,9 +141,12 @@ def _compare(
         place = "the source" if path in ours else "this model"
         raise InputError(f"init.source = {field!r}: {'/'.join(path)}: {place} has no such parameter")
     taken = tuple(filter(is_shared, ours))
+    multiple, advice = source.vocab_multiple, ""
+    if multiple != model.vocab_multiple:
+        advice = f"; the source has --config.model.vocab_multiple={multiple}"
     for path in taken:
         shapes = [side[path].shape for side in (theirs, ours)]
-        message = f"{'/'.join(path)}: has shape {shapes[0]}, but {shapes[1]} in this model"
+        message = f"{'/'.join(path)}: has shape {shapes[0]}, but {shapes[1]} in this model{advice}"
         require(shapes[0] == shapes[1], "init.source", field, message)
     new, dropped = (tuple(path for path in side if not is_shared(path)) for side in (ours, theirs))
     return taken, new, dropped
