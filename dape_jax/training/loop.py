@@ -264,7 +264,11 @@ def allowed_changes(
     )
     configs = resolved(old), resolved(new)
     rates = [np.asarray(make_schedule(run.optimizer, run.train.num_steps)(jnp.arange(done))) for run in (old, new)]
-    of_rates = ("train.num_steps", *(f"optimizer.{field}" for field in RATE_FIELDS)) if np.array_equal(*rates) else ()
+    of_rates = (
+        ("train.num_steps", *(f"optimizer.{field}" for field in RATE_FIELDS))
+        if np.array_equal(rates[0], rates[1])
+        else ()
+    )
     refused = differences(*configs, ignored=(*RESUMABLE_FIELDS, *of_rates, *change))
     fields, advice = [line.partition(":")[0] for line in refused], []
     if not differences(*configs, ignored=(*RESUMABLE_FIELDS, *CHANGEABLE_FIELDS)):
