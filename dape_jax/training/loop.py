@@ -263,13 +263,10 @@ def allowed_changes(
         num_steps >= done, "train.num_steps", num_steps, f"must be at least {done}, the steps that {workdir} has done"
     )
     configs = resolved(old), resolved(new)
-    rates = [np.asarray(make_schedule(run.optimizer, run.train.num_steps)(jnp.arange(done))) for run in (old, new)]
-    of_rates = (
-        ("train.num_steps", *(f"optimizer.{field}" for field in RATE_FIELDS))
-        if np.array_equal(rates[0], rates[1])
-        else ()
-    )
-    refused = differences(*configs, ignored=(*RESUMABLE_FIELDS, *of_rates, *change))
+    before, after = (make_schedule(run.optimizer, run.train.num_steps)(jnp.arange(done)) for run in (old, new))
+    of_rates = ("train.num_steps", *(f"optimizer.{field}" for field in RATE_FIELDS))
+    kept = of_rates if np.array_equal(before, after) else ()
+    refused = differences(*configs, ignored=(*RESUMABLE_FIELDS, *kept, *change))
     fields, advice = [line.partition(":")[0] for line in refused], []
     if not differences(*configs, ignored=(*RESUMABLE_FIELDS, *CHANGEABLE_FIELDS)):
         advice.append(f"--change={','.join(fields)} goes on with the new values")
