@@ -161,7 +161,7 @@ def test_what_may_change_on_resume(root, run):
     ):
         with pytest.raises(InputError, match=re.escape(words)) as error:
             changes(4, change, **fields)
-        assert "goes on with" not in str(error.value)
+        assert "resumes with" not in str(error.value)
 
 
 @pytest.mark.parametrize(

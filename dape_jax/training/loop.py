@@ -246,7 +246,7 @@ def allowed_changes(
     done: int,
     change: tuple[str, ...],
 ) -> list[str]:
-    """Return the differences between a run's config and that with which it resumes; [] if it goes on as it was.
+    """Return the differences between a run's config and that with which it resumes; [] if nothing changes.
 
     Fields in `config.RESUMABLE_FIELDS` do not count. The schedule may differ if the learning rates of the `done` steps
     are the same bits: a constant rate can be extended, and its decay can begin. Fields in `config.CHANGEABLE_FIELDS`
@@ -269,7 +269,7 @@ def allowed_changes(
     refused = differences(*configs, ignored=(*RESUMABLE_FIELDS, *kept, *change))
     fields, advice = [line.partition(":")[0] for line in refused], []
     if not differences(*configs, ignored=(*RESUMABLE_FIELDS, *CHANGEABLE_FIELDS)):
-        advice.append(f"--change={','.join(fields)} goes on with the new values")
+        advice.append(f"--change={','.join(fields)} resumes with the new values")
     if "train.num_steps" in fields:
         advice.append(
             "The rates of the steps that are done depend on train.num_steps; another run can begin with the weights, "
