@@ -25,6 +25,7 @@ from dape_jax.evaluation.perplexity import evaluate
 from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, put_batch
 from dape_jax.training import checkpoint, loop
+from dape_jax.training.changes import allowed_changes
 from dape_jax.training.metrics import read_metrics
 from dape_jax.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
 from dape_jax.training.source import load_corpus, open_source
@@ -132,7 +133,7 @@ def test_what_may_change_on_resume(root, run):
 
     def changes(done: int, change: tuple[str, ...] = (), **fields: Any) -> list[str]:
         configs = [RunConfig.from_dict(small_spec(root, **each)) for each in (base, base | fields)]
-        return loop.allowed_changes(epath.Path(run), *configs, done, change)
+        return allowed_changes(epath.Path(run), *configs, done, change)
 
     base: dict[str, Any] = {"optimizer__warmup_steps": 1}
     assert changes(4, train__eval_interval=3, train__validation_batches=9, train__checkpoint_interval=5) == []

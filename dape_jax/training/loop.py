@@ -18,8 +18,6 @@ from jax.sharding import Mesh
 from jax.stages import Wrapped
 
 from dape_jax.config import (
-    CHANGEABLE_FIELDS,
-    RESUMABLE_FIELDS,
     RunConfig,
     TaskRunConfig,
     differences,
@@ -31,15 +29,16 @@ from dape_jax.data.conventions import save_conventions, saved_conventions
 from dape_jax.data.store import follow_corpus
 from dape_jax.data.tokenizers import save_tokenizer
 from dape_jax.distributed import PreemptionGuard, SharedTimer, process_zero_only, require_same, wait_for_all
-from dape_jax.errors import InputError, require, require_package
+from dape_jax.errors import require, require_package
 from dape_jax.model.transformer import Params, attention_of, model_structure, parameter_counts
 from dape_jax.provenance import describe, package_versions, provenance, record_start
 from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.storage import is_remote
 from dape_jax.tasks.tapes import Batch
 from dape_jax.training import checkpoint
+from dape_jax.training.changes import allowed_changes, refuse
 from dape_jax.training.metrics import MetricLogger
-from dape_jax.training.optimizer import RATE_FIELDS, make_optimizer, make_schedule
+from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.source import open_source
 from dape_jax.training.step import (
     TrainState,
@@ -66,8 +65,8 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, c
     2. The same config and a checkpoint: resume bit-exactly from the newest intact checkpoint. Damaged checkpoints are
        moved to `damaged/` with a warning; if all are damaged, refuse.
     3. The same config and no checkpoint: the run ended before its first checkpoint. Start again, as in 1.
-    4. Another config: refuse with the differences, unless `allowed_changes` accepts them; `change` are fields that may
-       differ.
+    4. Another config: refuse with the differences, unless `changes.allowed_changes` accepts them, as it does those of
+       the fields in `change`.
     5. An imported model: refuse.
     6. A checkpoint of the last step: return.
 
@@ -237,54 +236,6 @@ def log_end(workdir: epath.Path, num_steps: int) -> None:
     logger.info("training of %s is complete: step %d of %d", directory, num_steps, num_steps)
     program = "python eval.py" if Path(sys.argv[0]).name == "train.py" else "dape-eval"
     logger.info("evaluate it: %s --workdir=%s", program, directory)
-
-
-def allowed_changes(
-    workdir: epath.Path,
-    old: RunConfig | TaskRunConfig,
-    new: RunConfig | TaskRunConfig,
-    done: int,
-    change: tuple[str, ...],
-) -> list[str]:
-    """Return the differences between a run's config and that with which it resumes; [] if nothing changes.
-
-    Fields in `config.RESUMABLE_FIELDS` do not count. The schedule may differ if the learning rates of the `done` steps
-    are the same bits: a constant rate can be extended, and its decay can begin. Fields in `config.CHANGEABLE_FIELDS`
-    may differ if they, or their section, are in `change`.
-
-    Raises:
-        InputError: other fields differ, a field of `change` may not, or the run would end before the step it is at.
-    """
-    for field in change:
-        is_known = any(f"{field}.".startswith(f"{each}.") for each in CHANGEABLE_FIELDS)
-        require(is_known, "--change", field, f"must be one of {list(CHANGEABLE_FIELDS)}, or a field of these")
-    num_steps = new.train.num_steps
-    require(
-        num_steps >= done, "train.num_steps", num_steps, f"must be at least {done}, the steps that {workdir} has done"
-    )
-    configs = resolved(old), resolved(new)
-    before, after = (make_schedule(run.optimizer, run.train.num_steps)(jnp.arange(done)) for run in (old, new))
-    of_rates = ("train.num_steps", *(f"optimizer.{field}" for field in RATE_FIELDS))
-    kept = of_rates if np.array_equal(before, after) else ()
-    refused = differences(*configs, ignored=(*RESUMABLE_FIELDS, *kept, *change))
-    fields, advice = [line.partition(":")[0] for line in refused], []
-    if not differences(*configs, ignored=(*RESUMABLE_FIELDS, *CHANGEABLE_FIELDS)):
-        advice.append(f"--change={','.join(fields)} resumes with the new values")
-    if "train.num_steps" in fields:
-        advice.append(
-            "The rates of the steps that are done depend on train.num_steps; another run can begin with the weights, "
-            f"moments and place in the data of this one: --config=configs/continued.py:source={workdir} "
-            "--config.init.optimizer=True --config.init.data=continue --config.train.num_steps=N"
-        )
-    refuse(workdir, refused, *advice)
-    return differences(*configs, ignored=RESUMABLE_FIELDS)
-
-
-def refuse(workdir: epath.Path, differing: list[str], *advice: str) -> None:
-    """Raise `InputError` with the differences between a run's config and that with which it should resume, if any."""
-    if differing:
-        message = "holds a run with another config; choose another directory, or use the config of that run"
-        raise InputError(f"workdir = {str(workdir)!r}: {'. '.join([message, '; '.join(differing), *advice])}")
 
 
 def make_validation(
