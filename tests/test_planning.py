@@ -44,6 +44,11 @@ def make_run(**changes) -> RunConfig:
     return planning.run_to_plan(spec, None)
 
 
+def test_automatic_fields_are_those_on_a_tpu():
+    run = make_run(model__dtype="auto", model__vocab_multiple=None)
+    assert (run.model.dtype, run.model.padded(257)) == ("bfloat16", 384)
+
+
 # ---- FLOPs
 
 

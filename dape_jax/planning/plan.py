@@ -41,13 +41,15 @@ REMATS = ("none", "dots", "full")  # in order of increasing recomputation
 
 
 def run_to_plan(spec: dict[str, Any], batch_size: int | None) -> RunConfig:
-    """Return the run of a config as on a TPU: dtype "auto" is bfloat16, and no corpus is needed.
+    """Return the run of a config as on a TPU: bfloat16 and a padded vocabulary if automatic. No corpus is needed.
 
     `batch_size` replaces `train.batch_size`, unless it is None.
     """
     spec = json.loads(json.dumps(spec))
     if spec["model"]["dtype"] == "auto":
         spec["model"]["dtype"] = "bfloat16"
+    if spec["model"].get("vocab_multiple", 1) is None:
+        spec["model"]["vocab_multiple"] = 128
     if not is_algorithmic(spec) and not spec["data"]["path"]:
         spec["data"]["path"] = STDLIB
     if batch_size is not None:
