@@ -77,14 +77,19 @@ def run_lock(workdir: epath.PathLike) -> Iterator[Callable[[], None]]:
     Raises:
         InputError: another run uses the directory, or it cannot be written to.
     """
-    is_bucket, pattern = is_remote(_directory(workdir)), glob.has_magic(str(absolute(workdir)))
-    allowed = "the path must not contain *, ? or [: Orbax reads it as a pattern when it writes a checkpoint"
-    require(not pattern, "workdir", str(absolute(workdir)), allowed)
+    require_no_pattern(workdir)
+    is_bucket = is_remote(_directory(workdir))
     lock = run_marker(epath.Path(workdir) / LOCK_FILE) if is_bucket else exclusive_lock(workdir, "workdir", LOCK_FILE)
     with contextlib.ExitStack() as stack:
         entered: list[Callable[[], None] | None] = []
         process_zero_only(lambda: entered.append(stack.enter_context(lock)))
         yield next(filter(None, entered), lambda: None)
+
+
+def require_no_pattern(workdir: epath.PathLike) -> None:
+    """Raise `InputError` for a path that Orbax reads as a pattern, so that no checkpoint written there can be read."""
+    place, allowed = str(absolute(workdir)), "the path must not contain *, ? or [, which Orbax reads as a pattern"
+    require(not glob.has_magic(place), "workdir", place, allowed)
 
 
 def write_config(workdir: epath.PathLike, config: dict[str, Any]) -> None:

@@ -78,6 +78,7 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, c
     """
     # ---- check the config
     workdir = epath.Path(workdir)
+    checkpoint.require_no_pattern(workdir)
     saved = checkpoint.read_config(workdir)
     run = read_run(follow_saved(follow_corpus(spec), saved))
     mesh = make_mesh(run.mesh)
