@@ -253,6 +253,32 @@ def test_a_completion_is_that_of_transformers(directories, tmp_path, capsys):
 
 @pytest.mark.hf
 @pytest.mark.extra
+@pytest.mark.parametrize("bos", [True, False])
+def test_strided_perplexity_is_that_of_the_guide_of_transformers(tmp_path, text, bos):
+    """Every token but a document's first is scored once, given up to 16 - 1 before it."""
+    tokenizer, model, nll = chat_model(tmp_path / "source", [257]), theirs("llama"), []
+    import_run(tmp_path / "source", tmp_path / "run")
+    for file in sorted(text.iterdir()):
+        ids, previous = tokenizer(file.read_text(), add_special_tokens=bos, return_tensors="pt").input_ids, 0
+        for begin in range(0, ids.shape[1], 5):
+            end = min(begin + 16, ids.shape[1])
+            log_probs = model(ids[:, begin:end]).logits[0, :-1].log_softmax(-1)
+            each = -log_probs.gather(1, ids[0, begin + 1 : end, None])[:, 0]
+            nll += each[max(0, previous - begin - 1) :].tolist()
+            previous = end
+            if end == ids.shape[1]:
+                break
+    options = Options(lengths=(16,), stride=5, bos=bos, data=str(text))
+    evaluate([tmp_path / "run"], options, output=tmp_path / "results")
+    (run,) = json.loads((tmp_path / "results" / "lengths.json").read_text())["runs"]
+    (found,) = run["lengths"]
+    size = sum(len(file.read_bytes()) - (not bos) for file in text.iterdir())
+    assert (found["num_tokens"], found["num_documents"], run["bos"]) == (size, 12, CONTROLS[0] if bos else None)
+    np.testing.assert_allclose(found["perplexity"], np.exp(np.mean(nll)), rtol=1e-4)
+
+
+@pytest.mark.hf
+@pytest.mark.extra
 def test_a_tokenizer_of_two_files_is_converted(directories, tmp_path, text):
     copy = Path(shutil.copytree(directories("llama"), tmp_path / "copy"))
     with pytest.raises(InputError, match=r"has no tokenizer.json; give --tokenizer"):

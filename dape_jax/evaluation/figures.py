@@ -22,8 +22,12 @@ def perplexity_table(results: Results) -> Table:
     """Return perplexity by length: a row for each model, a column for each length, as in the paper."""
     last_tokens, lengths = results[0]["last_tokens"], results[0]["lengths"]
     fewer = ", ".join(f"{each['num_tokens']:,} at {each['length']}" for each in lengths if each["length"] < last_tokens)
+    scored = f"of the last {last_tokens} tokens by sequence length"
+    if "stride" in results[0]:
+        bos = results[0]["bos"] or "no token"
+        scored = f"of all tokens, in windows that advance by {results[0]['stride']} ({bos} before a document)"
     caption = (
-        f"Perplexity of the last {last_tokens} tokens by sequence length, trained at {_train_lengths(results)} tokens. "
+        f"Perplexity {scored}, trained at {_train_lengths(results)} tokens. "
         f"{_sample(lengths[-1])}, {lengths[-1]['num_tokens']:,} scored tokens{fewer and f' ({fewer})'}; "
         "95 % bootstrap intervals over documents."
     )

@@ -37,6 +37,12 @@ class Options:
         "Variants of models with RoPE, one row of the table each: rope (as trained), pi, ntk, yarn. Other models are "
         "evaluated once, as trained.",
     )
+    stride: int | None = flag(
+        None,
+        "Score all tokens of every document once, in windows of the only length that advance by this number of tokens, "
+        "as in Hugging Face's guide. Documents begin with BOS if an imported model's tokenizer adds it; see --bos.",
+    )
+    bos: bool = flag(True, "With --stride: begin documents with the token that an imported model's tokenizer adds.")
     protocol: str = flag(
         "perplexity",
         "perplexity of the last tokens by length; delta, the gain from the context before the last train-length "

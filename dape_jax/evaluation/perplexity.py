@@ -30,6 +30,7 @@ from jax.stages import Wrapped
 from jaxtyping import Float64, Int
 
 from dape_jax.config import RunConfig
+from dape_jax.data.conventions import saved_conventions
 from dape_jax.data.store import TokenStore, joined, verify_stores
 from dape_jax.errors import require
 from dape_jax.evaluation import figures, report, statistics
@@ -117,6 +118,12 @@ def evaluate(
     allowed = f"must not be given with --protocol={options.protocol}, which has its own number of scored tokens"
     require(last_tokens is None or protocol.windows is as_configured, "last_tokens", last_tokens, allowed)
     models = read_models(RunConfig, workdirs, options, mesh, "lengths", "last_tokens", "max_windows")
+    if options.stride is not None:
+        require(protocol.windows is as_configured, "stride", options.stride, "must not be given with --protocol")
+        longest = max(models[0].run.evaluation.lengths)
+        one = len(models[0].run.evaluation.lengths) == 1 and 0 < options.stride <= longest
+        require(one, "stride", options.stride, f"must be 1 to {longest}, with one length (--lengths)")
+        protocol = protocol._replace(windows=longest_window)
     models = [scored_as(protocol, model) for model in models]
     variants = rotary_variants(models, options.rotary)
     fields = ("evaluation.lengths", "evaluation.last_tokens", "evaluation.max_windows")
@@ -124,12 +131,18 @@ def evaluate(
 
     store, digests = common_text(models, options.data, options.split, options.verify)
     evaluation = models[0].run.evaluation
-    windows = choose_windows(store, max(evaluation.lengths), evaluation.max_windows)
+    first, shortest = None, max(evaluation.lengths) + 1
+    windows: Sequence[ScoredWindow | StridedWindow]
+    if options.stride is None:
+        windows = choose_windows(store, shortest - 1, evaluation.max_windows)
+    else:
+        first = saved_conventions(models[0].workdir).bos_id(store.tokenizer) if options.bos else None
+        windows = strided_windows(store, shortest - 1, options.stride, first)[: options.max_windows]
+        shortest = 3 if first is None else 2  # with the end of the document, which is not scored
     documents = np.array([window.document for window in windows])
-    longest = max(evaluation.lengths)
-    counts = store.num_documents, store.num_tokens, int((np.diff(store.offsets) <= longest).sum())
+    counts = store.num_documents, store.num_tokens, int((np.diff(store.offsets) < shortest).sum())
     message = "text: %s documents (%s tokens); %s of them are left out, being shorter than %s tokens"
-    logger.info(message, *(f"{count:,}" for count in (*counts, longest + 1)))
+    logger.info(message, *(f"{count:,}" for count in (*counts, shortest)))
 
     directory = make_results_directory(output or report.common_directory(workdirs))
     # Compile everything before reading parameters, so that a length that does not fit is refused early.
@@ -143,9 +156,14 @@ def evaluate(
         for rotary, compiled in by_rotary.items():
             name, train_length = variant_name(model, rotary), model.run.train.train_length
             nll = score_windows(compiled, params, mesh_of_model, store, windows, name)
+            if options.stride is not None:
+                nll = {length: mask_unscored(scored, windows) for length, scored in nll.items()}
             identity = {"name": name, "workdir": str(model.workdir), "step": model.step, "train_length": train_length}
             identity |= {"rotary": rotary, "last_tokens": evaluation.last_tokens, "data": digest}
             identity |= {"split": options.split}
+            if options.stride is not None:
+                bos = first is not None and saved_conventions(model.workdir).bos_token
+                identity |= {"stride": options.stride, "bos": bos or None}
             results.append(identity | protocol.result(documents, nll, train_length))
         del params  # before the next model's are read
     return report.save(protocol.stem, directory, {"runs": results}, *protocol.table(results), options.format)
@@ -258,8 +276,61 @@ def choose_windows(store: TokenStore, longest: int, max_windows: int) -> list[Sc
     return windows[:max_windows]
 
 
+@dataclasses.dataclass(frozen=True)
+class StridedWindow:
+    """Window of a document whose tokens `begin` .. `end` - 1 are scored.
+
+    With a length of 4 and a stride of 2, the windows of the document a b c d e f g:
+
+        window 0   a b c d            scored   b c d
+        window 1       c d e f        scored         e f
+        window 2           e f g      scored             g
+    """
+
+    document: int
+    start: int  # of the inputs
+    begin: int
+    end: int
+    first: int | None  # id that is put before the document
+
+    def tokens(self, store: TokenStore, length: int) -> Int[np.ndarray, "N"]:
+        """Return the N = `length` + 1 tokens of a sequence: its inputs and targets, padded with zeros."""
+        document = store.document(self.document)[:-1]
+        text = document if self.first is None else np.concatenate([[self.first], document])
+        tokens = text[self.start : self.end].astype(np.int32)
+        return np.pad(tokens, (0, length + 1 - len(tokens)))
+
+
+def strided_windows(store: TokenStore, length: int, stride: int, first: int | None) -> list[StridedWindow]:
+    """Return windows of at most `length` tokens that score each token of every document once, but its first.
+
+    Source: the guide "Perplexity of fixed-length models" of Hugging Face's transformers.
+    Differs: the mean is over tokens; the guide weights windows by one token fewer than they score.
+    """
+    windows = []
+    for document, size in enumerate((np.diff(store.offsets) - (first is None)).tolist()):
+        begin = 1
+        for start in range(0, size, stride):
+            end = min(start + length, size)
+            begin = max(begin, start + 1)
+            if begin < end:
+                windows.append(StridedWindow(document, start, begin, end, first))
+            begin = end
+            if end == size:
+                break
+    require(bool(windows), "data", str(store.directory), "must have a document of two tokens")
+    return windows
+
+
+def mask_unscored(nll: np.ndarray, windows: Sequence[StridedWindow]) -> np.ma.MaskedArray:
+    """Return the nll of the targets of windows, without those that the windows do not score."""
+    at = np.arange(nll.shape[1])[None] + 1 + np.array([window.start for window in windows])[:, None]
+    begin, end = (np.array([getattr(window, name) for window in windows])[:, None] for name in ("begin", "end"))
+    return np.ma.masked_array(nll, ~((begin <= at) & (at < end)))
+
+
 def window_batch(
-    store: TokenStore, windows: list[ScoredWindow], length: int, rows: Int[np.ndarray, "B"]
+    store: TokenStore, windows: Sequence[ScoredWindow | StridedWindow], length: int, rows: Int[np.ndarray, "B"]
 ) -> dict[str, np.ndarray]:
     """Return the inputs and targets of the sequences of one length that end at some of the windows."""
     tokens = np.stack([windows[row].tokens(store, length) for row in rows])
@@ -283,7 +354,12 @@ def compile_lengths(model: Model, rotary: str, num_windows: int) -> list[Program
 
 
 def score_windows(
-    programs: list[Program], params: Params, mesh: Mesh, store: TokenStore, windows: list[ScoredWindow], name: str
+    programs: list[Program],
+    params: Params,
+    mesh: Mesh,
+    store: TokenStore,
+    windows: Sequence[ScoredWindow | StridedWindow],
+    name: str,
 ) -> NllByLength:
     """Run the programs of `compile_lengths`; return the nll of the scored tokens of every window, by length."""
     nll_by_length = {}

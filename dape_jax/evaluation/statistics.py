@@ -101,15 +101,16 @@ def length_result(length: int, documents: Documents, nll: Float64[np.ndarray, "w
 
     `window_nats` has the nll of each window, from which every interval can be computed again.
     """
-    nll_of_windows, total_nll = nll.sum(axis=1), float(nll.sum(axis=1).sum())
-    low, high = bootstrap_interval(documents, (nll_of_windows, np.full(*nll.shape)), _perplexity)
+    nll_of_windows, num_tokens = np.asarray(nll.sum(axis=1)), np.ma.count(nll, axis=1)  # without masked tokens
+    total_nll = float(nll_of_windows.sum())
+    low, high = bootstrap_interval(documents, (nll_of_windows, num_tokens), _perplexity)
     return {
         "length": length,
-        "perplexity": perplexity_of(total_nll / nll.size),
+        "perplexity": perplexity_of(total_nll / int(num_tokens.sum())),
         "low": low,
         "high": high,
         "nll_nats": total_nll,
-        "num_tokens": nll.size,
+        "num_tokens": int(num_tokens.sum()),
         "num_windows": len(nll),
         "num_documents": len(set(documents.tolist())),
         "window_nats": nll_of_windows.tolist(),
