@@ -37,10 +37,11 @@ else:
 
 FILE = "runs.jsonl.zst"
 PROVENANCE = ("commit", "device", "num_devices", "num_cpus", "versions")
-# Config fields that do not change results: fields that may change when a run resumes, and evaluation fields that affect
-# only performance. The text and the evaluation lengths are separate parts of a run's key.
+# Config fields that do not change results: fields that may change when a run resumes, padding of the vocabulary, and
+# evaluation fields that affect only performance. The text and the evaluation lengths are separate parts of a run's key.
 UNIDENTIFYING_FIELDS = (
     *(field for field in RESUMABLE_FIELDS if field != "evaluation"),
+    "model.vocab_multiple",
     *(f"evaluation.{field}" for field in ("lengths", "batch_tokens", "blockwise_from", "block_size")),
 )
 

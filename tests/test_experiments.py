@@ -200,7 +200,8 @@ def test_identities_depend_on_the_fields_that_change_results_and_on_no_others():
     for change in ({"train__seed": 9}, {"data__seed": 9}):
         assert identity() != identity(**change)
         assert identity(seeds=False) == identity(seeds=False, **change)
-    for change in ({"train__logits_chunk_tokens": 64}, {"data__path": "copy"}, {"evaluation__batch_tokens": 4096}):
+    unseen = ({"train__logits_chunk_tokens": 64}, {"data__path": "copy"}, {"model__vocab_multiple": 128})
+    for change in (*unseen, {"evaluation__batch_tokens": 4096}):
         assert identity() == identity(**change)
         assert identity("step_ms") != identity("step_ms", **change)
 
