@@ -56,6 +56,9 @@ SIZES = {
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"rope_theta": 1000.0, "original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "original_max_position_embeddings": 64}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
+LONG = {"rope_type": "longrope", "rope_theta": 100.0}
+LONG |= {"short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.0, 3.0, 5.0, 9.0]}
 ALL_LAYERS = {"use_sliding_window": True, "max_window_layers": 0}
 TIED = {"tie_word_embeddings": True}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -72,6 +75,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"num_key_value_heads": 2, **TIED}),
     "llama-yarn": ("llama", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}}),
     "llama-attention-factor": ("llama", {"rope_parameters": YARN | {"attention_factor": 1.0}}),
+    "llama-dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 12}),
+    "llama-not-yet-dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 32}),
+    "phi3-long": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 10, "pad_token_id": None}),
+    "phi3-short": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 32, "pad_token_id": None}),
     "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 10, **TIED}),
     "qwen3-biases": (
         "qwen3",
@@ -562,7 +569,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"num_key_value_heads": 3}, "num_key_value_heads = 3: must divide num_attention_heads = 4"),
     "other size": ({"intermediate_size": 25}, r"gate_proj.weight: shape = \[24, 32\]: must be \[25, 32\]"),
     "activation": ({"hidden_act": "mish"}, "hidden_act = 'mish': must be one of"),
-    "scaling": ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type = 'dynamic': must be one of"),
+    "scaling": ({"rope_parameters": {"rope_type": "proportional"}}, "rope_type = 'proportional': must be one of"),
+    "factors": (
+        {"rope_parameters": LONG | {"original_max_position_embeddings": 9, "long_factor": [1.0]}},
+        r"model.rotary.long_factors = \(1.0,\): must be 4 positive numbers",
+    ),
     "no factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor = None: must be of type float"),
     "yarn": ({"rope_parameters": YARN | {"attention_factor": -1.0}}, "attention_factor = -1.0: must be positive"),
     "more layers": ({"num_hidden_layers": 4}, r"model.layers.3.self_attn.q_proj.weight: is missing"),

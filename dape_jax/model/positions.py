@@ -24,6 +24,8 @@ RowPositions = Int[Array, "T"] | Int[Array, "B T"]
 class NoRotary:
     """Identity in place of rotary embedding."""
 
+    why_not_cached = None
+
     def __call__(self, x_BTHK: Heads, pos: RowPositions) -> Heads:
         """Return `x_BTHK` unchanged."""
         return x_BTHK
@@ -44,6 +46,7 @@ class Rope:
       0.006 at 100,000, as in every float32 implementation.
     """
 
+    why_not_cached = None  # reason why appending a token changes the queries and keys of earlier ones, or None
     base: float = 10_000.0  # longest wavelength divided by 2 pi, in positions
     fraction: float = dataclasses.field(default=1.0, kw_only=True)  # of a head's dims to rotate: the first ones
 
@@ -73,8 +76,15 @@ class Rope:
         """Return the factor that multiplies rotated queries and keys."""
         return 1.0
 
+    def at_length(self, length: int) -> "Rope":
+        """Return the embedding for sequences of this length, in tokens."""
+        return self
+
     def __call__(self, x_BTHK: Heads, pos: RowPositions) -> Heads:
         """Rotate `x_BTHK` by its positions, computing in float32 or better; return the dtype of `x_BTHK`."""
+        return self.at_length(pos.shape[-1])._rotate(x_BTHK, pos)
+
+    def _rotate(self, x_BTHK: Heads, pos: RowPositions) -> Heads:
         num_rotated = self.num_rotated(x_BTHK.shape[-1])
         dtype = jnp.promote_types(x_BTHK.dtype, jnp.float32)
         angle = jnp.multiply.outer(pos.astype(dtype), jnp.asarray(self.frequencies(num_rotated), dtype))
@@ -210,6 +220,67 @@ class Llama3Rope(StretchedRope):
         return kept_m * frequency_m + (1 - kept_m) * frequency_m / self.factor
 
 
+_WITH_LENGTH = "its frequencies change with the length of the sequence"
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicNtk(StretchedRope):
+    """NTK-aware RoPE whose factor follows the length N of the sequence; RoPE up to the train length.
+
+        factor'(N) = factor N / train_length - (factor - 1)
+
+    A row therefore depends on the length: longer sequences change the logits of their first tokens.
+
+    Source: `rope_type` "dynamic" of Hugging Face transformers.
+    """
+
+    why_not_cached = f"model.rotary.name = dynamic: {_WITH_LENGTH}"
+    train_length: int = 512  # of the model, in tokens
+
+    def at_length(self, length: int) -> Rope:
+        """See the class."""
+        factor = self.factor * length / self.train_length - (self.factor - 1)
+        return NtkAware(self.base, max(1.0, factor), fraction=self.fraction)
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRope(Rope):
+    """LongRoPE: every angle is divided by its own factor, one of two lists, by the length of the sequence.
+
+        w'_m = w_m / short_factors[m], or w_m / long_factors[m] if it is longer than the train length
+        q, k are multiplied by attention_factor
+
+    Source: Ding et al. 2024 (arXiv 2402.13753); `rope_type` "longrope" of Hugging Face transformers.
+    """
+
+    why_not_cached = f"model.rotary.name = longrope: {_WITH_LENGTH}"
+    short_factors: tuple[float, ...] = ()  # R / 2 numbers, or none for ones
+    long_factors: tuple[float, ...] = ()
+    train_length: int = 512  # of the model before it was made longer, in tokens
+    attention_factor: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        positive(self, "model.rotary", "train_length", "attention_factor")
+
+    def at_length(self, length: int) -> Rope:
+        """See the class."""
+        return dataclasses.replace(self, short_factors=self.long_factors) if length > self.train_length else self
+
+    def frequencies(self, num_rotated: int) -> np.ndarray:
+        """See the class."""
+        for field in ("short_factors", "long_factors"):
+            factors, size = getattr(self, field), num_rotated // 2
+            is_right = len(factors) in (0, size) and all(factor > 0 for factor in factors)
+            require(is_right, f"model.rotary.{field}", factors, f"must be {size} positive numbers, or none")
+        return super().frequencies(num_rotated) / np.array(self.short_factors or 1.0)
+
+    @property
+    def scale(self) -> float:
+        """See the class."""
+        return self.attention_factor
+
+
 def stretched(rope: Rope, name: str, length: int, train_length: int) -> Rope:
     """Return a variant of a trained model's rotary embedding, for sequences longer than the train length.
 
@@ -232,4 +303,4 @@ def stretched(rope: Rope, name: str, length: int, train_length: int) -> Rope:
 
 
 STRETCHES = {"rope": Rope, "pi": PositionInterpolation, "ntk": NtkAware, "yarn": Yarn}
-ROTARY = {"none": NoRotary} | STRETCHES | {"llama3": Llama3Rope}
+ROTARY = {"none": NoRotary} | STRETCHES | {"llama3": Llama3Rope, "dynamic": DynamicNtk, "longrope": LongRope}

@@ -247,7 +247,7 @@ def make_cache(config: TransformerConfig, batch: int, length: int) -> Cache:
         InputError: the model cannot use a cache, because appending keys changes earlier rows.
     """
     require(config.causal, "model.causal", config.causal, "must be True: a bidirectional model cannot generate")
-    if reason := config.processor.why_not_cached:
+    for reason in filter(None, (config.processor.why_not_cached, config.rotary.why_not_cached)):
         raise InputError(f"{reason}: this model cannot generate")
     shape = (config.num_layers, batch, length, config.num_kv_heads, config.head_dim)
     return Cache(jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype))
@@ -467,6 +467,8 @@ class Transformer(nnx.Module):
                 its features are those of the document alone. Needs `pos_T` None.
         """
         require(pos_T is None or segment_ids is None, "pos_T", "given", "must be None with segment_ids")
+        reason = self.config.rotary.why_not_cached
+        require(segment_ids is None or reason is None, "segment_ids", "given", f"must be None: {reason}")
 
         length, num_layers = tokens_BT.shape[1], self.config.num_layers
         num_last, parts = num_last or length, math.prod(axis_sizes()[axis] for axis in ROW_AXES)

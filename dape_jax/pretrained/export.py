@@ -30,6 +30,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 # Values of fields of the `model` section that modeling_dape.py has; it cannot be imported without PyTorch.
 EXPORTED: dict[tuple[str, ...], tuple[Any, ...]] = {
     ("norm_first",): (True,),
+    ("rotary", "name"): ("none", "rope", "pi", "ntk", "yarn", "llama3"),
     ("bias", "name"): ("nope", "alibi", "kerple", "t5", "fire"),
     ("processor", "name"): ("none", "dape"),
     ("processor", "edge"): ("prefix",),

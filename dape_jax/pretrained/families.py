@@ -50,7 +50,9 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 
-SCALINGS = {"default": "rope", "linear": "pi", "llama3": "llama3", "yarn": "yarn"}  # our rotary embeddings
+# Our rotary embeddings.
+SCALINGS = {"default": "rope", "linear": "pi", "llama3": "llama3", "yarn": "yarn", "dynamic": "dynamic"}
+SCALINGS |= {"longrope": "longrope", "su": "longrope"}
 
 # Fields of the `model` section for training and computation in JAX; exported configs do not have them.
 NOT_EXPORTED = ("initializer", "attention", "remat", "dtype", "dropout", "num_outputs", "vocab_multiple")
@@ -181,8 +183,17 @@ def _rotary(fields: Fields, max_length: int, base: float = 10_000.0, fraction: f
     allowed = f"must be one of {list(SCALINGS)}"
     scaling.check(kind in SCALINGS, "rope_type" if "rope_type" in scaling.config else "type", allowed)
     rotary, factor = {"name": SCALINGS[kind], **shared}, 1.0
-    if kind != "default":
+    if rotary["name"] == "longrope":
+        original = fields.optional("original_max_position_embeddings", int)
+        original = scaling.take("original_max_position_embeddings", int, original)
+        factor = scaling.take("factor", float, max_length / original)
+        scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        rotary |= {"train_length": original, "attention_factor": scaling.take("attention_factor", float, scale)}
+        rotary |= {f"{each}_factors": scaling.take(f"{each}_factor", list) for each in ("short", "long")}
+    elif kind != "default":
         rotary["factor"] = factor = scaling.take("factor", float)
+    if kind == "dynamic":
+        rotary["train_length"] = max_length
     if kind == "llama3":
         rotary["train_length"] = scaling.take("original_max_position_embeddings", int)
         rotary["low_frequency_factor"] = scaling.take("low_freq_factor", float)
@@ -344,7 +355,7 @@ def _phi(fields: Fields) -> Family:
 
 def _phi3(fields: Fields) -> Family:
     """Map Phi-3 and Phi-4: fused projections."""
-    fields.read.add("original_max_position_embeddings")  # of longrope, which is refused
+    fields.read.add("original_max_position_embeddings")  # of longrope
     options = {
         "window": fields.optional("sliding_window", int),
         "norm_epsilon": fields.take("rms_norm_eps", float, 1e-5),
