@@ -21,6 +21,7 @@ from dape_jax.config import CHOICES, read_model
 from dape_jax.data.tokenizers import Bytes
 from dape_jax.errors import InputError, printable
 from dape_jax.evaluation.trained import read_trained, restore
+from dape_jax.model.positions import DynamicNtk, LongRope
 from dape_jax.model.processors import DapeConfig
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, parameter_shardings
@@ -329,6 +330,12 @@ def test_models_that_no_cache_can_serve_are_refused_with_the_reason():
     for name, value in (("edge", "listing"), ("leak", True)):
         config = dataclasses.replace(make_config("kerple", "none"), processor=DapeConfig(**{name: value}))
         with pytest.raises(InputError, match=rf"^model.processor.{name} = {value!r}: .*cannot generate"):
+            generate(config, {}, one_device(), [prompt_of(3)], max_new_tokens=2, sampling=GREEDY)
+    for rotary in (DynamicNtk(), LongRope()):
+        config = dataclasses.replace(make_config("kerple", "none"), rotary=rotary)
+        with pytest.raises(
+            InputError, match=r"^model.rotary.name = (dynamic|longrope): its frequencies change.*cannot"
+        ):
             generate(config, {}, one_device(), [prompt_of(3)], max_new_tokens=2, sampling=GREEDY)
 
 

@@ -175,7 +175,7 @@ def test_rotary_embeddings_are_those_of_jax(float64):
         "llama3": Llama3Rope(100.0, 4.0, 1.0, 4.0, 32),
         "fraction": ROTARY["rope"](100.0, fraction=0.5),
     }
-    assert {*kinds, "none"} == {*ROTARY, "fraction"}
+    assert {*kinds, "none"} == {*EXPORTED["rotary", "name"], "fraction"}
     x, pos = np.random.default_rng(0).normal(size=(1, 9, 2, 16)), np.arange(9) * 11
     for name, ours in kinds.items():
         spec = rope | {"name": "rope" if name == "fraction" else name} | vars(ours)

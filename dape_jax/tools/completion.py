@@ -290,8 +290,9 @@ def generate_until(
                 continue
             tokens[row].append(int(token_B[row]))
             outputs[row] = added_text(tokenizer, prompts[row], np.array(tokens[row]))
-            if stops := [outputs[row].index(stop) for stop in until if stop in outputs[row]]:
-                outputs[row] = outputs[row][: min(stops)]
+            if any(stop in outputs[row] for stop in until):
+                for stop in until:
+                    outputs[row] = outputs[row].partition(stop)[0]
                 unfinished.remove(row)
         if not unfinished:
             break
