@@ -218,7 +218,7 @@ def test_memory_is_linear_in_length_and_the_caches_are_not_copied(model):
         options = {"sampling": Sampling(0.8, 5, 0.9), "num_ids": 11, "mesh": mesh}
         programs = [
             prefill.lower(config, params, of((batch, CHUNK), "int32"), of((), "int32"), caches, mesh=mesh),
-            decode.lower(config, params, latest, caches, of((), "uint32"), of((), "int32"), **options),
+            decode.lower(config, params, latest, caches, of((), "uint32"), of((1,), "int32"), **options),
         ]
         memories = [program.compile().memory_analysis() for program in programs]
         assert all(memory.alias_size_in_bytes >= cache_bytes for memory in memories)

@@ -32,9 +32,10 @@ def get_config(argument: str | None = None) -> ConfigDict:
     require(choice["bias"] in ("alibi", "kerple"), "config argument", f"bias={choice['bias']}", allowed)
     require(0 < choice["percent"], "config argument", f"percent={choice['percent']}", "must be positive")
     method = f"rotary=none,bias={choice['bias']},processor=dape,kernel=3"
-    config = continued.get_config(f"source={choice['source']},{method}")
-    config.optimizer.learning_rate /= 2
-    config.optimizer.update(schedule="cosine", final_fraction=1.0, decay_steps=0)  # constant
-    if config.data.path or config.data.mixture:  # an imported model has neither
-        config.train.num_steps = max(1, round(config.train.num_steps * choice["percent"] / 100))
-    return config
+    spec = continued.get_config(f"source={choice['source']},{method}").to_dict()
+    rate, num_steps = spec["optimizer"]["learning_rate"], spec["train"]["num_steps"]
+    constant = {"schedule": "cosine", "final_fraction": 1.0, "decay_steps": 0}
+    spec["optimizer"] |= {"learning_rate": rate / 2} | constant
+    if spec["data"]["path"] or spec["data"]["mixture"]:  # an imported model has neither
+        spec["train"]["num_steps"] = max(1, round(num_steps * choice["percent"] / 100))
+    return ConfigDict(spec)

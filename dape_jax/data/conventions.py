@@ -104,7 +104,8 @@ def saved_conventions(workdir: epath.PathLike) -> Conventions:
     if not file.exists():
         return Conventions()
     fields = read_json(file)
-    return Conventions(**fields | {"end_tokens": tuple(fields["end_tokens"])})
+    fields["end_tokens"] = tuple(fields["end_tokens"])
+    return Conventions(**fields)
 
 
 def save_conventions(conventions: Conventions, workdir: epath.PathLike) -> None:

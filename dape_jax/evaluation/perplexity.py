@@ -133,11 +133,12 @@ def evaluate(
     evaluation = models[0].run.evaluation
     first, shortest = None, max(evaluation.lengths) + 1
     windows: Sequence[ScoredWindow | StridedWindow]
+    strided: list[StridedWindow] = []
     if options.stride is None:
         windows = choose_windows(store, shortest - 1, evaluation.max_windows)
     else:
         first = saved_conventions(models[0].workdir).bos_id(store.tokenizer) if options.bos else None
-        windows = strided_windows(store, shortest - 1, options.stride, first)[: options.max_windows]
+        windows = strided = strided_windows(store, shortest - 1, options.stride, first)[: options.max_windows]
         shortest = 3 if first is None else 2  # with the end of the document, which is not scored
     documents = np.array([window.document for window in windows])
     counts = store.num_documents, store.num_tokens, int((np.diff(store.offsets) < shortest).sum())
@@ -156,12 +157,12 @@ def evaluate(
         for rotary, compiled in by_rotary.items():
             name, train_length = variant_name(model, rotary), model.run.train.train_length
             nll = score_windows(compiled, params, mesh_of_model, store, windows, name)
-            if options.stride is not None:
-                nll = {length: mask_unscored(scored, windows) for length, scored in nll.items()}
+            if strided:
+                nll = {length: mask_unscored(scored, strided) for length, scored in nll.items()}
             identity = {"name": name, "workdir": str(model.workdir), "step": model.step, "train_length": train_length}
             identity |= {"rotary": rotary, "last_tokens": evaluation.last_tokens, "data": digest}
             identity |= {"split": options.split}
-            if options.stride is not None:
+            if strided:
                 bos = first is not None and saved_conventions(model.workdir).bos_token
                 identity |= {"stride": options.stride, "bos": bos or None}
             results.append(identity | protocol.result(documents, nll, train_length))
@@ -322,7 +323,7 @@ def strided_windows(store: TokenStore, length: int, stride: int, first: int | No
     return windows
 
 
-def mask_unscored(nll: np.ndarray, windows: Sequence[StridedWindow]) -> np.ma.MaskedArray:
+def mask_unscored(nll: np.ndarray, windows: Sequence[StridedWindow]) -> np.ndarray:
     """Return the nll of the targets of windows, without those that the windows do not score."""
     at = np.arange(nll.shape[1])[None] + 1 + np.array([window.start for window in windows])[:, None]
     begin, end = (np.array([getattr(window, name) for window in windows])[:, None] for name in ("begin", "end"))

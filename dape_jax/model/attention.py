@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Integer
 
@@ -172,7 +173,7 @@ def check_arrays(q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, q_pos_T: Any = Non
             require(jnp.ndim(pos) == 1, pos_name, jnp.shape(pos) or pos, f"must be [{rows}], the same for the batch")
             allowed = f"must be [{layout}], rows before heads, with {rows} = {len(pos)}, the length of {pos_name}"
             require(x.shape[1] == len(pos), f"{name}.shape", x.shape, allowed)
-    if k_pos_S is not None and not isinstance(k_pos_S, jax.core.Tracer):
+    if k_pos_S is not None and not isinstance(k_pos_S, Tracer):
         pos = np.asarray(k_pos_S).astype(np.int64)
         falls = np.flatnonzero(np.diff(pos[pos >= 0]) <= 0)[:1].tolist()
         allowed = "must increase at every key that is not padding; for packed documents give segment_ids, no positions"

@@ -350,7 +350,7 @@ def _phi(fields: Fields) -> Family:
     options |= dict.fromkeys(("projection_bias", "attention_output_bias", "mlp_bias"), True)
     names = {"output": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2", "mlp_norm": "input_layernorm"}
     names |= {"norm": "model.final_layernorm"}
-    return _decoder(fields, options, activation="gelu_new", fraction=0.5, max_length=2048, **names)
+    return _decoder(fields, options, activation="gelu_new", fraction=0.5, max_length=2048, names=names)
 
 
 def _phi3(fields: Fields) -> Family:
@@ -381,7 +381,7 @@ def _stablelm(fields: Fields) -> Family:
         "parallel_residual": is_parallel,
     }
     names = {"mlp_norm": "input_layernorm"} if is_parallel else {}
-    return _decoder(fields, options, num_kv_heads=32, fraction=0.25, max_length=4096, **names)
+    return _decoder(fields, options, num_kv_heads=32, fraction=0.25, max_length=4096, names=names)
 
 
 def _starcoder2(fields: Fields) -> Family:
@@ -397,7 +397,7 @@ def _starcoder2(fields: Fields) -> Family:
     options |= dict.fromkeys(("projection_bias", "attention_output_bias", "mlp_bias"), has_bias)
     options |= {"norm_epsilon": fields.take("norm_epsilon", float, 1e-5)}
     names = {"up": "mlp.c_fc", "down": "mlp.c_proj"}
-    return _decoder(fields, options, activation="gelu_pytorch_tanh", num_kv_heads=2, max_length=4096, **names)
+    return _decoder(fields, options, activation="gelu_pytorch_tanh", num_kv_heads=2, max_length=4096, names=names)
 
 
 def _olmo(fields: Fields) -> Family:
@@ -451,7 +451,7 @@ def _decoder(
     activation: str = "silu",
     fraction: float | None = None,
     norm_offset: float = 0.0,
-    **names: str,
+    names: dict[str, str] | None = None,
 ) -> Family:
     """Map a decoder whose tensors are named like Llama's.
 
@@ -466,7 +466,7 @@ def _decoder(
         norm_offset: number that is added to the scale of norms.
         names: names of tensors that differ from `NAMES`.
     """
-    sizes, names = _sizes(fields, options.get("tied_embeddings", False)), NAMES | names
+    sizes, names = _sizes(fields, options.get("tied_embeddings", False)), NAMES | (names or {})
     D, H, F, V = (sizes[name] for name in ("width", "num_heads", "mlp_width", "vocab_size"))
     G = fields.optional("num_key_value_heads", int, missing=num_kv_heads)
     K = fields.optional("head_dim", int, missing=head_dim)
@@ -515,7 +515,9 @@ def _decoder(
 
 def _dape(fields: Fields) -> Family:
     """Map an exported run: fields and tensors have our names, and each layer has its own tensors."""
-    model = {field.name: None for field in dataclasses.fields(TransformerConfig) if field.name not in NOT_EXPORTED}
+    model: dict[str, Any] = {
+        field.name: None for field in dataclasses.fields(TransformerConfig) if field.name not in NOT_EXPORTED
+    }
     for name in model:
         is_there = name in fields.config
         fields.check(is_there or name == "qk_norm", name, "is missing")  # older exports have no qk_norm

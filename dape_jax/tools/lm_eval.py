@@ -237,8 +237,8 @@ class DapeLM(TemplateLM):
         """
         encode = self._tokenizer.encode_controls if self._is_chat else self._tokenizer.encode
         ids = encode(string.encode("utf-8", "replace")).tolist()
-        has_bos = self._bos is None or ids[:1] == [self._bos] or add_special_tokens is False
-        return ids if has_bos else [self._bos, *ids]
+        start = [] if self._bos is None or ids[:1] == [self._bos] or add_special_tokens is False else [self._bos]
+        return [*start, *ids]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Return the text of a conversation, by the imported model's template; `InputError` if it has none."""

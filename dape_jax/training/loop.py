@@ -257,7 +257,7 @@ def make_validation(
 
     def of_corpora(params: Params) -> dict[str, float]:
         losses = {path: mean_nll(params, batches) for path, batches in validation.items()}
-        if len(losses) == 1:
+        if len(losses) == 1 or isinstance(run, TaskRunConfig):
             return {"loss_nats": next(iter(losses.values()))}
         weights = {path: run.data.weights[path] for path in losses}
         mean = sum(weights[path] * loss for path, loss in losses.items()) / sum(weights.values())

@@ -95,7 +95,7 @@ def read_start(
         require(not lines, "init.data", "continue", f"needs the data of {workdir}: {'; '.join(lines)}")
         items["data"] = ocp.args.JsonRestore()
     with _reading(field):
-        found = {"opt_state": None, "data": None} | checkpoint.restore_items(workdir, step, **items)
+        found: dict[str, Any] = dict.fromkeys(("opt_state", "data")) | checkpoint.restore_items(workdir, step, **items)
     flat = flat_params(found["params"])
     record = {"workdir": str(absolute(workdir)), "step": step, "data_digest": saved["data_digest"]}
     return Start(unflatten_dict({path: flat[path] for path in taken}), found["opt_state"], found["data"]), record
