@@ -360,6 +360,7 @@ def test_bad_flags_of_the_measurement(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_everything_is_measured_on_a_cpu(tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu", f"--output={tmp_path}", "--tiny", "--seconds=800"]
     done = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True, timeout=900)

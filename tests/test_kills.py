@@ -74,8 +74,11 @@ def kill_at_random(root: Path, workdir: epath.Path, num_processes: int, kills: i
 
 @pytest.mark.parametrize(
     ("place", "num_processes", "kills"),
-    [("local", 1, KILLS), ("local", 2, 5), ("bucket", 1, 2)],
-    ids=["one_process", "two_processes", "bucket"],
+    [
+        pytest.param("local", 1, KILLS, id="one_process"),
+        pytest.param("local", 2, 5, id="two_processes", marks=pytest.mark.exhaustive),
+        pytest.param("bucket", 1, 2, id="bucket", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_killed_run_ends_with_the_same_bits(root, tmp_path, request, place, num_processes, kills):
     if place == "bucket":
