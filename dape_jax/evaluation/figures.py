@@ -33,7 +33,8 @@ def perplexity_table(results: Results) -> Table:
     )
     rows = [["", *(str(each["length"]) for each in lengths)]]
     rows += [[run["name"], *(with_interval(each, "perplexity") for each in run["lengths"])] for run in results]
-    figure, axes = plot_by_length(results, "lengths", "perplexity", f"perplexity of the last {last_tokens} tokens")
+    label = "perplexity of all tokens" if "stride" in results[0] else f"perplexity of the last {last_tokens} tokens"
+    figure, axes = plot_by_length(results, "lengths", "perplexity", label)
     perplexities = only_drawn(each["perplexity"] for run in results for each in run["lengths"])
     if perplexities and max(perplexities) > 5 * min(perplexities):
         log_y_axis(axes)
