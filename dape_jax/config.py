@@ -259,7 +259,8 @@ def follow_saved(spec: dict[str, Any], saved: dict[str, Any] | None) -> dict[str
     if saved is None or "model" not in spec:
         return spec
     model, chosen = spec["model"], resolved(read_run(saved["config"]))["model"]
-    automatic = [name for name, value in (("dtype", "auto"), ("vocab_multiple", None)) if model.get(name, 0) == value]
+    values = {"dtype": "auto", "vocab_multiple": None}
+    automatic = [name for name, value in values.items() if name in model and model[name] == value]
     return spec | {"model": model | {name: chosen[name] for name in automatic}}
 
 

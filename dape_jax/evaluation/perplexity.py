@@ -131,15 +131,16 @@ def evaluate(
 
     store, digests = common_text(models, options.data, options.split, options.verify)
     evaluation = models[0].run.evaluation
-    first, shortest = None, max(evaluation.lengths) + 1
-    windows: Sequence[ScoredWindow | StridedWindow]
-    strided: list[StridedWindow] = []
+    longest, strided, facts = max(evaluation.lengths), list[StridedWindow](), dict[str, Any]()
     if options.stride is None:
-        windows = choose_windows(store, shortest - 1, evaluation.max_windows)
+        windows: Sequence[ScoredWindow | StridedWindow] = choose_windows(store, longest, evaluation.max_windows)
+        shortest = longest + 1
     else:
-        first = saved_conventions(models[0].workdir).bos_id(store.tokenizer) if options.bos else None
-        windows = strided = strided_windows(store, shortest - 1, options.stride, first)[: options.max_windows]
+        conventions = saved_conventions(models[0].workdir)
+        first = conventions.bos_id(store.tokenizer) if options.bos else None
+        windows = strided = strided_windows(store, longest, options.stride, first)[: options.max_windows]
         shortest = 3 if first is None else 2  # with the end of the document, which is not scored
+        facts = {"stride": options.stride, "bos": None if first is None else conventions.bos_token}
     documents = np.array([window.document for window in windows])
     counts = store.num_documents, store.num_tokens, int((np.diff(store.offsets) < shortest).sum())
     message = "text: %s documents (%s tokens); %s of them are left out, being shorter than %s tokens"
@@ -161,10 +162,7 @@ def evaluate(
                 nll = {length: mask_unscored(scored, strided) for length, scored in nll.items()}
             identity = {"name": name, "workdir": str(model.workdir), "step": model.step, "train_length": train_length}
             identity |= {"rotary": rotary, "last_tokens": evaluation.last_tokens, "data": digest}
-            identity |= {"split": options.split}
-            if strided:
-                bos = first is not None and saved_conventions(model.workdir).bos_token
-                identity |= {"stride": options.stride, "bos": bos or None}
+            identity |= {"split": options.split, **facts}
             results.append(identity | protocol.result(documents, nll, train_length))
         del params  # before the next model's are read
     return report.save(protocol.stem, directory, {"runs": results}, *protocol.table(results), options.format)

@@ -67,7 +67,8 @@ class Fields:
     def check(self, condition: bool, name: str, allowed: str) -> None:
         """Raise `InputError` for a field unless the condition holds. Long values are shortened in the message."""
         if not condition:
-            raise InputError(f"{self.where}: {short(name)} = {short(repr(self.config.get(name)))}: {allowed}")
+            value = self.config[name] if name in self.config else None
+            raise InputError(f"{self.where}: {short(name)} = {short(repr(value))}: {allowed}")
 
     def take(self, name: str, kind: type, default: Any = None) -> Any:
         """Return a field, or the default if it is missing or null. Without a default the field is required.
@@ -466,7 +467,7 @@ def _decoder(
         norm_offset: number that is added to the scale of norms.
         names: names of tensors that differ from `NAMES`.
     """
-    sizes, names = _sizes(fields, options.get("tied_embeddings", False)), NAMES | (names or {})
+    sizes, names = _sizes(fields, bool((LLAMA | options)["tied_embeddings"])), NAMES | (names or {})
     D, H, F, V = (sizes[name] for name in ("width", "num_heads", "mlp_width", "vocab_size"))
     G = fields.optional("num_key_value_heads", int, missing=num_kv_heads)
     K = fields.optional("head_dim", int, missing=head_dim)

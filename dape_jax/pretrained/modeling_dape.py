@@ -107,6 +107,8 @@ class DapeConfig(PretrainedConfig):
     def __init__(self, **fields: Any):
         for name, default in DEFAULTS.items():
             setattr(self, name, fields.pop(name, default))
+        if self.rotary["name"] == "yarn":  # exports of older versions lack these options
+            self.rotary = {"attention_factor": None, "truncate": True} | self.rotary
         self.num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         self.head_dim = self.width // self.num_heads if self.head_dim is None else self.head_dim
         self.mlp_width = 4 * self.width if self.mlp_width is None else self.mlp_width
@@ -132,8 +134,7 @@ def rotary_frequencies(rotary: dict[str, Any], head_dim: int) -> tuple[list[floa
 
         w_m = base^(-2m/R), m < R/2, R = fraction K
 
-    "pi" divides all angles by the factor; "ntk" enlarges the base; "yarn" and "llama3" divide the slow ones. Options
-    that a checkpoint of an older version lacks have their defaults.
+    "pi" divides all angles by the factor; "ntk" enlarges the base; "yarn" and "llama3" divide the slow ones.
 
     Args:
         rotary: {"name": "rope" | "pi" | "ntk" | "yarn" | "llama3", "base": .., "fraction": .., ..}.
@@ -154,10 +155,10 @@ def rotary_frequencies(rotary: dict[str, Any], head_dim: int) -> tuple[list[floa
             return size * math.log(rotary["train_length"] / (turns * 2 * math.pi)) / (2 * math.log(base))
 
         low, high = dim_of(rotary["beta_fast"]), dim_of(rotary["beta_slow"])
-        low, high = (math.floor(low), math.ceil(high)) if rotary.get("truncate", True) else (low, high)
+        low, high = (math.floor(low), math.ceil(high)) if rotary["truncate"] else (low, high)
         low, high = max(low, 0), min(high, size - 1)
         kept = [1 - min(max((m - low) / ((high - low) or 1e-3), 0), 1) for m in range(size // 2)]
-        scale = rotary.get("attention_factor") or 0.1 * math.log(factor) + 1
+        scale = rotary["attention_factor"] or 0.1 * math.log(factor) + 1
     elif name == "llama3":
         low, high = rotary["low_frequency_factor"], rotary["high_frequency_factor"]
         turns = [rotary["train_length"] * w / (2 * math.pi) for w in frequencies]

@@ -17,15 +17,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.stages import Wrapped
 
-from dape_jax.config import (
-    RunConfig,
-    TaskRunConfig,
-    differences,
-    follow_saved,
-    read_run,
-    resolved,
-)
-from dape_jax.data.conventions import save_conventions, saved_conventions
+from dape_jax.config import RunConfig, TaskRunConfig, differences, follow_saved, read_run, resolved
+from dape_jax.data.conventions import save_conventions
 from dape_jax.data.store import follow_corpus
 from dape_jax.data.tokenizers import save_tokenizer
 from dape_jax.distributed import PreemptionGuard, SharedTimer, process_zero_only, require_same, wait_for_all
@@ -151,8 +144,7 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, c
         require(checkpoint.read_config(workdir) == saved, "workdir", str(workdir), allowed)
         if source.tokenizer is not None:
             save_tokenizer(source.tokenizer, workdir)  # before the config, so that a run with a config has a tokenizer
-        if run.init.source is not None and not step_names:
-            save_conventions(saved_conventions(run.init.source_and_step[0]), workdir)
+        save_conventions(given.conventions, workdir)
         # A run with a checkpoint keeps its config, also if it resumes with other resumable fields.
         checkpoint.write_config(workdir, saved if saved is not None and step_names and not changes else record)
 
@@ -257,10 +249,9 @@ def make_validation(
 
     def of_corpora(params: Params) -> dict[str, float]:
         losses = {path: mean_nll(params, batches) for path, batches in validation.items()}
-        if len(losses) == 1 or isinstance(run, TaskRunConfig):
+        if len(losses) == 1:
             return {"loss_nats": next(iter(losses.values()))}
-        weights = {path: run.data.weights[path] for path in losses}
-        mean = sum(weights[path] * loss for path, loss in losses.items()) / sum(weights.values())
+        mean = sum(weights[path] * loss for path, loss in losses.items()) / sum(weights[path] for path in losses)
         return {"loss_nats": mean} | {f"loss_nats/{path}": loss for path, loss in losses.items()}
 
     def of_task(params: Params) -> dict[str, float]:
@@ -272,5 +263,5 @@ def make_validation(
     if isinstance(run, TaskRunConfig):
         sums_step = make_sums_step(graphdef)
         return of_task
-    nll_step = make_nll_step(graphdef, run.train.train_length)
+    nll_step, weights = make_nll_step(graphdef, run.train.train_length), run.data.weights
     return of_corpora

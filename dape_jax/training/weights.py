@@ -16,6 +16,7 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
 from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, differences, read_run, resolved
+from dape_jax.data.conventions import Conventions, saved_conventions
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.distributed import require_same
 from dape_jax.errors import InputError, require
@@ -40,6 +41,7 @@ class Start(NamedTuple):
     params: Params
     opt_state: optax.OptState | None = None
     data: dict[str, Any] | None = None  # place in the order of the data
+    conventions: Conventions = Conventions()
 
 
 def read_start(
@@ -98,7 +100,8 @@ def read_start(
         found: dict[str, Any] = dict.fromkeys(("opt_state", "data")) | checkpoint.restore_items(workdir, step, **items)
     flat = flat_params(found["params"])
     record = {"workdir": str(absolute(workdir)), "step": step, "data_digest": saved["data_digest"]}
-    return Start(unflatten_dict({path: flat[path] for path in taken}), found["opt_state"], found["data"]), record
+    params = unflatten_dict({path: flat[path] for path in taken})
+    return Start(params, found["opt_state"], found["data"], saved_conventions(workdir)), record
 
 
 @contextlib.contextmanager
