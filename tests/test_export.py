@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import transformers
 from test_command_lines import run as run_command
 from test_import import logits, ours
+from transformers.cache_utils import DynamicCache
 
 from dape_jax.config import read_run, resolved
 from dape_jax.data.tokenizers import Bytes, save_tokenizer, train_bpe
@@ -233,12 +235,15 @@ def test_generation_with_beams_samples_and_hidden_states(exported):
     model = load_model(exported("pythia")[1])
     model.generation_config.eos_token_id = None
     x = torch.tensor(tokens())
+    mask = torch.ones_like(x)
+    mask[0, :5] = 0
     for options in ({"num_beams": 3}, {"do_sample": True, "top_k": 5}):
         found = []
-        for use_cache in (True, False):
+        for cache in ({"use_cache": False}, {}, {"cache_implementation": "static"}):
             torch.manual_seed(0)
-            found.append(model.generate(x, max_new_tokens=6, use_cache=use_cache, **options))
-        assert torch.equal(*found)
+            found.append(model.generate(x, attention_mask=mask, max_new_tokens=6, **cache, **options))
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2])
     out = model.generate(
         x, max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True, output_logits=True
     )
@@ -250,9 +255,14 @@ def test_generation_with_beams_samples_and_hidden_states(exported):
 def test_arguments_that_would_be_ignored_are_refused(exported):
     model, x = load_model(exported("llama")[1]), torch.tensor(tokens())
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"position_ids": torch.arange(20)[None] % 15}, "position_ids: must count the tokens"),
-        ({"position_ids": torch.arange(21)[None]}, "position_ids: must count the tokens"),
-        ({"inputs_embeds": torch.zeros(2, 20, 16)}, "inputs_embeds: must be None"),
+        ({"position_ids": torch.arange(20)[None] + 1}, "position_ids: must count the tokens"),
+        (
+            {"position_ids": torch.arange(20)[None] % 15, "cache": DynamicCache()},
+            "cache = 'DynamicCache': must be None",
+        ),
+        ({"position_ids": torch.arange(21)[None]}, r"shape of position_ids = \(1, 21\): must be \(2, 20\)"),
+        ({"inputs_embeds": torch.zeros(2, 20, 16)}, "input_ids: must be given, or inputs_embeds, and not both"),
+        ({"cu_seq_lens_q": torch.arange(2)}, "cu_seq_lens_q: must be None"),
         ({"output_attentions": True}, "output_attentions: must be None"),
         ({"attention_mask": torch.ones(2, 19)}, r"shape of attention_mask = \(2, 19\): must be \(2, 20\)"),
         ({"attention_mask": torch.tensor([[1] * 5 + [0] * 5 + [1] * 10] * 2)}, "must have no zeros between ones"),
@@ -277,8 +287,6 @@ def test_padding(exported):
         more = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
         with pytest.raises(ValueError, match="attention_mask: must have no zeros between ones; pad to the left"):
             model(x[:, :1], attention_mask=more, **{CACHE: found[CACHE]})
-    with pytest.raises(ValueError, match="past_key_values = 'StaticCache': must be a DynamicCache"):
-        model.generate(x, max_new_tokens=2, cache_implementation="static")
 
 
 def test_harmless_arguments_and_both_names_of_the_cache(exported):
@@ -294,6 +302,85 @@ def test_harmless_arguments_and_both_names_of_the_cache(exported):
             torch.testing.assert_close(last, expected[:, -1:], rtol=1e-5, atol=1e-5)
         with pytest.raises(ValueError, match="past_key_values = 'DynamicCache': must be None beside cache"):
             model(x, cache=cache, past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", ["pythia", "t5", "fire", "alibi", "causal"])
+def test_packed_sequences_are_those_alone(name, exported):
+    """Positions that start again: no query sees another sequence, and DAPE's kernels do not reach into it."""
+    model, x = load_model(exported(name)[1]), torch.tensor(tokens())
+    starts = [(0, 0, 7), (0, 7, 14), (0, 14, 20), (1, 0, 1), (1, 1, 14), (1, 14, 20)]
+    pos = torch.zeros_like(x)
+    for row, begin, end in starts:
+        pos[row, begin:end] = torch.arange(end - begin)
+    found = model(x, position_ids=pos, cu_seq_lens_q=torch.tensor([0, 7, 14, 20])).logits
+    assert (found - model(x).logits).abs().max() > 1e-2
+    for row, begin, end in starts:
+        alone = model(x[row : row + 1, begin:end]).logits[0]
+        torch.testing.assert_close(found[row, begin:end], alone, rtol=1e-5, atol=1e-5)
+    mask = torch.ones_like(x)
+    mask[0, :7], mask[1, 14:] = 0, 0
+    padded = model(x, position_ids=pos, attention_mask=mask).logits
+    torch.testing.assert_close(padded[mask > 0], found[mask > 0], rtol=1e-5, atol=1e-5)
+    (gradient,) = torch.autograd.grad(found[0, 7:14].sum(), model.embedding_VD, retain_graph=True)
+    others = set(x[0, :7].tolist()) - set(x[0, 7:14].tolist())
+    assert others
+    if not model.config.tied_embeddings:
+        assert gradient[sorted(others)].abs().max() == 0 < gradient[x[0, 7]].abs().max()
+
+
+def test_embeddings_the_base_model_and_some_logits(exported):
+    """As PEFT, TRL and NEFTune use them: the modules share the model's parameters, and their hooks are called."""
+    for name in ("pythia", "llama"):  # of which llama's are tied
+        directory, x = exported(name)[1], torch.tensor(tokens())
+        model = load_model(directory)
+        table, head = model.get_input_embeddings(), model.get_output_embeddings()
+        assert table.weight is model.embedding_VD
+        out = model(x, output_hidden_states=True)
+        assert torch.equal(model(inputs_embeds=table(x)).logits, out.logits)
+        torch.testing.assert_close(head(out.hidden_states[-1]), out.logits)
+        torch.testing.assert_close(out.hidden_states[-1] @ head.weight.T, out.logits)
+        rows = torch.tensor([3, 19])
+        for kept, expected in ((2, out.logits[:, -2:]), (rows, out.logits[:, rows])):
+            torch.testing.assert_close(model(x, logits_to_keep=kept).logits, expected, rtol=1e-5, atol=1e-5)
+        base = transformers.AutoModel.from_pretrained(directory, trust_remote_code=True)
+        torch.testing.assert_close(base(x).last_hidden_state, out.hidden_states[-1])
+        assert {*base.state_dict()} == {*model.state_dict()} - {"unembedding_DV"}
+        handle = table.register_forward_hook(lambda module, args, output: 2 * output)
+        assert not torch.equal(model(x).logits, out.logits)
+        handle.remove()
+        other = torch.nn.Embedding(257, 16)
+        model.set_input_embeddings(other)
+        assert model.get_input_embeddings() is other
+        assert not torch.equal(model(x).logits, out.logits)
+        greedy = {"max_new_tokens": 3, "do_sample": False}
+        tokens_of = [
+            model.generate(**given, **greedy)[:, -3:] for given in ({"input_ids": x}, {"inputs_embeds": other(x)})
+        ]
+        assert torch.equal(*tokens_of)
+
+
+def test_a_pipeline_and_the_trainer(exported, tmp_path):
+    """Generate from a text, and train on packed sequences, as SFT does."""
+    directory = exported("pythia")[1]
+    model, tokenizer = (
+        load_model(directory),
+        transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=True),
+    )
+    pipeline = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    with warnings.catch_warnings(action="ignore"):
+        texts = [each[0]["generated_text"] for each in pipeline(["abc", "de"], max_new_tokens=3, batch_size=2)]
+    assert [text[:2] for text in texts] == ["ab", "de"]
+    rows = [{"input_ids": row[:size].tolist()} for row, size in zip(tokens(4), (5, 9, 9, 3), strict=True)]
+    options = {"per_device_train_batch_size": 4, "max_steps": 1, "learning_rate": 0.1, "report_to": []}
+    arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, save_strategy="no", logging_steps=1, **options)
+    collate = transformers.DataCollatorWithFlattening()
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows, data_collator=collate)
+    before = model.embedding_VD.detach().clone()
+    with torch.no_grad():
+        alone = [model(x, labels=x).loss * (x.shape[1] - 1) for x in (torch.tensor([row["input_ids"]]) for row in rows)]
+    trainer.train()
+    np.testing.assert_allclose(float(trainer.state.log_history[0]["loss"]), float(sum(alone)) / 22, rtol=1e-3)
+    assert (model.embedding_VD - before).abs().max() > 1e-3
 
 
 def test_tokenizers_give_the_same_ids(exported, tmp_path):

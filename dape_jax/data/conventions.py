@@ -26,6 +26,7 @@ class Conventions:
     adds_bos: bool = False  # a text begins with `bos_token`
     end_tokens: tuple[int, ...] = ()  # ids that end a completion, in addition to the tokenizer's end of document
     chat_template: str | None = None  # Jinja template of a conversation
+    other_tokens: dict[str, str] = dataclasses.field(default_factory=dict)  # special tokens by name, such as pad_token
 
     def bos_id(self, tokenizer: Tokenizer) -> int | None:
         """Return the id that begins a text, or None."""
@@ -79,11 +80,12 @@ def conventions_of(directory: Path, config: dict[str, Any], tokenizer: Tokenizer
     for source in (config, content("generation_config.json")):
         found = source["eos_token_id"] if "eos_token_id" in source else None
         ends |= {end for end in (found if isinstance(found, list) else [found]) if type(end) is int}
-    names = {}
-    for name in ("bos_token", "eos_token"):
-        token = settings[name] if name in settings else None
+    tokens: dict[str, str] = {}
+    for name, token in settings.items():
         token = token["content"] if isinstance(token, dict) and "content" in token else token
-        names[name] = token if isinstance(token, str) and tokenizer.id_of(token) is not None else None
+        if name.endswith("_token") and isinstance(token, str) and tokenizer.id_of(token) is not None:
+            tokens[name] = token
+    names = {name: tokens.pop(name, None) for name in ("bos_token", "eos_token")}
     first = tokenizer.first_token
     adds_bos = settings["add_bos_token"] if "add_bos_token" in settings else None
     if adds_bos is None:
@@ -95,7 +97,9 @@ def conventions_of(directory: Path, config: dict[str, Any], tokenizer: Tokenizer
     if (directory / TEMPLATE_FILE).exists():
         template = (directory / TEMPLATE_FILE).read_text(encoding="utf-8")
     adds_bos = bool(adds_bos) and names["bos_token"] is not None
-    return Conventions(**names, adds_bos=adds_bos, end_tokens=tuple(sorted(ends)), chat_template=template)
+    return Conventions(
+        **names, adds_bos=adds_bos, end_tokens=tuple(sorted(ends)), chat_template=template, other_tokens=tokens
+    )
 
 
 def saved_conventions(workdir: epath.PathLike) -> Conventions:

@@ -72,8 +72,8 @@ def export_run(workdir: epath.PathLike, output: Path, *, step: str = "newest", d
         write_tensors(params, temporary, dtype)
         config = hf_config(trained, tokenizer, conventions, dtype)
         write_json(temporary / CONFIG_FILE, config)
-        generation = {name: config[name] for name in ("bos_token_id", "eos_token_id", "use_cache")}
-        write_json(temporary / "generation_config.json", generation | {"pad_token_id": tokenizer.end_of_document})
+        names = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache")
+        write_json(temporary / "generation_config.json", {name: config[name] for name in names})
         write_tokenizer(tokenizer, conventions, temporary)
         shutil.copy(Path(__file__).with_name(MODELING_FILE), temporary)
         (temporary / "README.md").write_text(model_card(trained), encoding="utf-8")
@@ -84,13 +84,15 @@ def export_run(workdir: epath.PathLike, output: Path, *, step: str = "newest", d
 
 def hf_config(trained: TrainedModel, tokenizer: Tokenizer, conventions: Conventions, dtype: str) -> dict[str, Any]:
     """Return the content of `config.json`: the `model` section of the run, and the classes for transformers."""
-    first, ends = conventions.bos_id(tokenizer), conventions.ends(tokenizer)
+    first, ends, tokens = conventions.bos_id(tokenizer), conventions.ends(tokenizer), conventions.other_tokens
+    padding = tokenizer.id_of(tokens["pad_token"]) if "pad_token" in tokens else tokenizer.end_of_document
     model = {name: value for name, value in resolved(trained.run)["model"].items() if name not in NOT_EXPORTED}
     return {
         "model_type": "dape",
         "architectures": ["DapeForCausalLM"],
         "auto_map": {
             "AutoConfig": f"{Path(MODELING_FILE).stem}.DapeConfig",
+            "AutoModel": f"{Path(MODELING_FILE).stem}.DapeModel",
             "AutoModelForCausalLM": f"{Path(MODELING_FILE).stem}.DapeForCausalLM",
         },
         **model,
@@ -98,6 +100,7 @@ def hf_config(trained: TrainedModel, tokenizer: Tokenizer, conventions: Conventi
         "dtype": dtype,
         "bos_token_id": tokenizer.end_of_document if first is None else first,
         "eos_token_id": ends[0] if len(ends) == 1 else list(ends),
+        "pad_token_id": padding,
         "use_cache": True,
     }
 
@@ -158,6 +161,7 @@ def write_tokenizer(tokenizer: Tokenizer, conventions: Conventions, directory: P
         "bos_token": conventions.bos_token or end,
         "eos_token": conventions.eos_token or end,
         "pad_token": end,
+        **conventions.other_tokens,
         "model_input_names": ["input_ids", "attention_mask"],
     }
     write_json(directory / "tokenizer_config.json", config)

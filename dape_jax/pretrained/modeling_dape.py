@@ -30,8 +30,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils.generic import can_return_tuple
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import ModelOutput, can_return_tuple
 
 SLOPE = 0.01  # negative slope of the LeakyReLU
 BLOCK_BYTES = 2**27  # maximum size of the scores of one block of rows
@@ -43,6 +43,8 @@ ACTIVATIONS = {
 }
 # Arguments that tokenizers and trainers pass to every model, and that have no effect here.
 _WITHOUT_EFFECT = ("cache_position", "token_type_ids")
+# Arguments that say again what position_ids say.
+_OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 # Name of the cache in the outputs of a model, and of the argument of `forward` that `generate` passes it as.
 CACHE = "past_key_values"  # up to transformers 5.23
 if "cache" in {field.name for field in dataclasses.fields(CausalLMOutputWithPast)}:
@@ -520,6 +522,24 @@ def _attend_rows(
     return out_BGRTK.reshape(batch, heads, num_rows, head_dim).movedim(1, 2)
 
 
+def attend_packed(
+    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, segments: Collection[Tensor], **options: Any
+) -> Tensor:
+    """Return `attend` of each packed sequence alone.
+
+    Args:
+        q_BTHK: queries.
+        k_BTGK: keys.
+        v_BTGK: values.
+        segments: result of `segments_of`.
+        options: bias, processor, window and block size.
+    """
+    flat = [x.flatten(0, 1) for x in (q_BTHK, k_BTGK, v_BTGK)]
+    parts = [attend(*(x[index_NL] for x in flat), **options).flatten(0, 1) for index_NL in segments]
+    order = torch.cat([index_NL.flatten() for index_NL in segments]).argsort()
+    return torch.cat(parts)[order].unflatten(0, q_BTHK.shape[:2])
+
+
 # ---- model
 
 
@@ -575,7 +595,14 @@ class SelfAttention(nn.Module):
         self.query_norm, self.key_norm = (Norm(K, epsilon, False) if has_norm else None for _ in "qk")
         self.rotary, self.window, self.layer = config.rotary, config.window, layer
 
-    def forward(self, x_BTD: Tensor, pos_BS: Tensor, shared_bias: Bias | None, cache: Cache | None) -> Tensor:
+    def forward(
+        self,
+        x_BTD: Tensor,
+        pos_BS: Tensor,
+        shared_bias: Bias | None,
+        cache: Cache | None,
+        segments: Collection[Tensor] | None = None,
+    ) -> Tensor:
         """Attend to the visible positions of `x_BTD` and of the cache, to which its keys and values are appended.
 
         Args:
@@ -583,6 +610,7 @@ class SelfAttention(nn.Module):
             pos_BS: positions of the cache and of `x_BTD`, which is the last.
             shared_bias: bias shared by all layers, or None if this layer has its own bias or no bias.
             cache: keys and values of earlier positions, or None.
+            segments: packed sequences, which do not see each other, as by `segments_of`; None for one in each row.
         """
         q_BTHK = project("BTD,DHK->BTHK", x_BTD, self.query_DHK, self.query_bias_HK)
         k_BSGK = project("BTD,DHK->BTHK", x_BTD, self.key_DGK, self.key_bias_GK)
@@ -594,10 +622,14 @@ class SelfAttention(nn.Module):
         q_BTHK, k_BSGK = (rotate(x, q_pos_BT, self.rotary) for x in (q_BTHK, k_BSGK))
         if cache is not None:  # the cache has heads before positions
             k_BGSK, v_BGSK = cache.update(k_BSGK.movedim(2, 1), v_BSGK.movedim(2, 1), self.layer)
-            k_BSGK, v_BSGK = k_BGSK.movedim(1, 2), v_BGSK.movedim(1, 2)
+            num_keys = pos_BS.shape[1]  # a static cache is longer
+            k_BSGK, v_BSGK = k_BGSK[:, :, :num_keys].movedim(1, 2), v_BGSK[:, :, :num_keys].movedim(1, 2)
         bias = shared_bias if self.bias is None else self.bias
         options = {"bias": bias, "processor": self.processor, "window": self.window}
-        out_BTHK = attend(q_BTHK, k_BSGK, v_BSGK, pos_BS, **options)
+        if segments is None:
+            out_BTHK = attend(q_BTHK, k_BSGK, v_BSGK, pos_BS, **options)
+        else:
+            out_BTHK = attend_packed(q_BTHK, k_BSGK, v_BSGK, segments, **options)
         return project("BTHK,HKD->BTD", out_BTHK, self.output_HKD, self.output_bias_D)
 
 
@@ -640,8 +672,8 @@ class Block(nn.Module):
         return added_BTD + self.mlp(self.mlp_norm(mlp_input_BTD)).to(x_BTD.dtype)
 
 
-class DapeForCausalLM(PreTrainedModel, GenerationMixin):
-    """Decoder with DAPE: the model of `dape_jax.model.transformer` for language modelling."""
+class DapeModel(PreTrainedModel):
+    """Decoder with DAPE without its head: the residual stream after the last norm."""
 
     config_class = DapeConfig
     main_input_name = "input_ids"
@@ -649,17 +681,19 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
     _no_split_modules = ["Block"]  # noqa: RUF012  # as transformers declares it
     # Patterns of tensor names: a model in 16 bits keeps norms, biases and processors in float32, as in `dape_jax`.
     _keep_in_fp32_modules_strict = ["norm", "attention.bias", "shared_bias", "processor"]  # noqa: RUF012
+    _keys_to_ignore_on_load_unexpected = ["unembedding_DV", "output_bias_V"]  # noqa: RUF012
+    embedding_VD: nn.Parameter
 
     def __init__(self, config: DapeConfig):
         super().__init__(config)
         D, V, std = config.width, config.vocab_size, math.sqrt(2 / (5 * config.width))
         self.embedding_VD = _normal(std, V, D)
+        # In a list, so that it is no child, whose tensors would have other names.
+        self._embeddings = [nn.Embedding(V, D, device="meta")]
         is_shared = config.bias["name"] in SHARED_BY_LAYERS
         self.shared_bias = make_bias(config.bias, config.num_heads, config.head_dim) if is_shared else None
         self.layers = nn.ModuleList([Block(config, layer) for layer in range(config.num_layers)])
         self.norm = make_norm(config)
-        self.unembedding_DV = None if config.tied_embeddings else _normal(std, D, V)
-        self.output_bias_V = _zeros(config.output_bias, V)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -669,69 +703,89 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
     def enable_input_require_grads(self) -> None:
         """Do nothing: gradient checkpointing here does not need a gradient of a layer's input."""
 
-    @can_return_tuple
-    def forward(
+    def get_input_embeddings(self) -> nn.Module:
+        """Return a module of the embedding, whose weight is the model's parameter and whose hooks `forward` calls."""
+        (module,) = self._embeddings
+        module.weight = self.embedding_VD  # loading replaces the parameter
+        return module
+
+    def set_input_embeddings(self, value: Any) -> None:
+        """Replace the embedding by a module of the same size."""
+        self.embedding_VD, self._embeddings = value.weight, [value]
+
+    def resize_token_embeddings(self, *args: Any, **options: Any) -> nn.Embedding:
+        """Raise `NotImplementedError`: the vocabulary of a run is fixed."""
+        raise NotImplementedError("the vocabulary of this model cannot be resized")
+
+    def decode(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         cache: Cache | None = None,
-        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        logits_to_keep: int = 0,
-        num_items_in_batch: Tensor | int | None = None,
         **others: Any,
-    ) -> CausalLMOutputWithPast:
-        """Return logits [B, T, V] in float32, and the mean loss of next tokens if there are labels.
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Return the residual stream [B, T, D] after the last norm, and the other outputs.
 
         Args:
             input_ids: tokens [B, T] after those of the cache.
             attention_mask: 0 for padding, to the left or to the right, [B, tokens of the cache + T].
             past_key_values: keys and values of the tokens so far.
             cache: name of `past_key_values` since transformers 5.24.
-            labels: tokens [B, T] to predict, not shifted: this function shifts them; -100 is not scored.
+            position_ids: positions [B, T] or [1, T] of the tokens, counted from the first that is not padding. Where
+                they begin again at 0, another packed sequence begins: sequences do not see each other, and each has
+                the values that it has alone. There is no cache then.
+            inputs_embeds: rows [B, T, D] of the embedding, instead of `input_ids`.
             use_cache: return the cache; the default is the config's, and False in training.
-            output_hidden_states: return the residual stream before every layer and, after the norm, the last one.
-            logits_to_keep: compute the logits of this many last tokens, or of all if 0.
-            num_items_in_batch: divisor of the sum of losses, for gradient accumulation; None for the mean.
-            others: arguments of other models, which must not change the result: None, False, empty, or positions
-                `position_ids` that count the tokens.
+            output_hidden_states: return the stream before every layer and, after the norm, the last one.
+            others: arguments of other models, which must not change the result: None or False; those of packed
+                sequences beside `position_ids`, which say the same.
 
         Raises:
             ValueError: an argument is not supported, padding is between tokens, or a cache is not possible.
         """
-        position_ids = others.pop("position_ids", None)
+        harmless = _WITHOUT_EFFECT if position_ids is None else _WITHOUT_EFFECT + _OF_PACKING
         for name, value in others.items():
-            if value is not None and value is not False and name not in _WITHOUT_EFFECT:
+            if value is not None and value is not False and name not in harmless:
                 raise ValueError(f"{name}: must be None or False: this model has no such argument")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids: must be given, or inputs_embeds, and not both")
         if cache is None:
             cache = past_key_values
         else:
             kind = type(past_key_values).__name__
             _require(past_key_values is None, "past_key_values", kind, "must be None beside cache")
+        x_BTD = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+        (batch, length), device = x_BTD.shape[:2], x_BTD.device
+        num_past = 0 if cache is None else int(cache.get_seq_length())
+        pos_BS = torch.arange(num_past + length, device=device)[None]
+        is_padding_BT = torch.zeros(batch, length, dtype=torch.bool, device=device)
+        if attention_mask is not None:
+            pos_BS = pos_BS - num_left(attention_mask, (batch, pos_BS.shape[1]))
+            is_padding_BT = attention_mask[:, num_past:] == 0
+        segments = None
+        if position_ids is not None:
+            q_pos_BT = pos_BS[:, num_past:]
+            found = tuple(position_ids.shape)
+            _require(
+                found in ((batch, length), (1, length)), "shape of position_ids", found, f"must be {batch, length}"
+            )
+            if not ((position_ids == q_pos_BT) | is_padding_BT).all():
+                pos_BS = position_ids.expand(batch, length).masked_fill(is_padding_BT, 0)
+                segments = segments_of(pos_BS)
+                _require(cache is None, "cache", type(cache).__name__, "must be None with packed sequences")
         if use_cache is None:
             use_cache = bool(self.config.use_cache) and not self.training
         is_checkpointed = self.gradient_checkpointing and self.training
-        use_cache = use_cache and not is_checkpointed  # recomputing a layer would append its keys again
+        # Recomputing a layer would append its keys again, and a cache has one sequence in each row.
+        use_cache = use_cache and not is_checkpointed and segments is None
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
-        is_dynamic = not getattr(cache, "is_compileable", False)
-        allowed = "must be a DynamicCache, which contains no keys of later tokens"
-        _require(is_dynamic, "past_key_values", type(cache).__name__, allowed)
-        num_past = 0 if cache is None else cache.get_seq_length()
-        pos_BS = torch.arange(num_past + input_ids.shape[1], device=input_ids.device)[None]
-        is_padding_BT: Any = False
-        if attention_mask is not None:
-            pos_BS = pos_BS - num_left(attention_mask, (input_ids.shape[0], pos_BS.shape[1]))
-            is_padding_BT = attention_mask[:, num_past:] == 0
-        if position_ids is not None:
-            q_pos_BT = pos_BS[:, num_past:]
-            has_length = position_ids.shape[-1] == q_pos_BT.shape[-1]
-            if not has_length or not ((position_ids == q_pos_BT) | is_padding_BT).all():
-                raise ValueError("position_ids: must count the tokens that are not padding from 0, or be None")
 
-        x_BTD = self.embedding_VD[input_ids]
         x_BTD = x_BTD.to(torch.promote_types(x_BTD.dtype, torch.float32))
         if self.config.scale_embedding:
             x_BTD = x_BTD * math.sqrt(self.config.width)
@@ -739,23 +793,127 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
         for block in self.layers:
             if output_hidden_states:
                 hidden_states.append(x_BTD)
-            args = x_BTD, pos_BS, self.shared_bias, cache
+            args = x_BTD, pos_BS, self.shared_bias, cache, segments
             x_BTD = checkpoint(block, *args, use_reentrant=False) if is_checkpointed else block(*args)
         x_BTD = self.norm(x_BTD)
-        output_DV = self.embedding_VD.T if self.unembedding_DV is None else self.unembedding_DV
-        logits_BTV = project("BTD,DV->BTV", x_BTD[:, -logits_to_keep:], output_DV).to(x_BTD.dtype)
-        if self.output_bias_V is not None:
-            logits_BTV = logits_BTV + self.output_bias_V.to(logits_BTV.dtype)
+        found = (*hidden_states, x_BTD) if output_hidden_states else None
+        return x_BTD, {"hidden_states": found, CACHE: cache if use_cache else None}
+
+    @can_return_tuple
+    def forward(self, input_ids: Tensor | None = None, **options: Any) -> ModelOutput:
+        """Return the results of `decode`, which describes the arguments."""
+        x_BTD, outputs = self.decode(input_ids, **options)
+        return BaseModelOutputWithPast(last_hidden_state=x_BTD, **outputs)
+
+
+class DapeForCausalLM(DapeModel, GenerationMixin):
+    """Decoder with DAPE: the model of `dape_jax.model.transformer` for language modelling."""
+
+    _keys_to_ignore_on_load_unexpected: list[str] = []  # noqa: RUF012
+    unembedding_DV: nn.Parameter | None
+    output_bias_V: nn.Parameter | None
+
+    def __init__(self, config: DapeConfig):
+        super().__init__(config)
+        D, V, std = config.width, config.vocab_size, math.sqrt(2 / (5 * config.width))
+        self.unembedding_DV = None if config.tied_embeddings else _normal(std, D, V)
+        self.output_bias_V = _zeros(config.output_bias, V)
+        self.post_init()
+
+    @property
+    def base_model(self) -> Any:
+        """Return the function that applies the model without its head, which trainers with their own loss call."""
+        return super().forward
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return a module of the head, with its weight [V, D]."""
+        return Head(self)
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **others: Any) -> Tensor | None:
+        """Return the mask as it is, also for a static cache."""
+        return attention_mask
+
+    def _valid_auto_compile_criteria(self, *args: Any, **options: Any) -> bool:
+        """Return False: with a static cache `generate` would compile the model again for each length."""
+        return False
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        **others: Any,
+    ) -> CausalLMOutputWithPast:
+        """Return logits [B, T, V] in float32, and the mean loss of next tokens if there are labels.
+
+        Other arguments are described by `decode`. `labels` [B, T] are the tokens to predict, not shifted: this function
+        shifts them; -100 is not scored. `logits_to_keep` is the number of last tokens whose logits are computed, 0 for
+        all, or their places. `num_items_in_batch` divides the sum of losses, for gradient accumulation; None: the mean.
+        """
+        args = past_key_values, cache, position_ids, inputs_embeds, use_cache, output_hidden_states
+        x_BTD, outputs = self.decode(input_ids, attention_mask, *args, **others)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits_BTV = self.get_output_embeddings()(x_BTD[:, kept])
         loss = None
         if labels is not None:
             size, items = self.config.vocab_size, num_items_in_batch
             loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=size, num_items_in_batch=items)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits_BTV,
-            hidden_states=(*hidden_states, x_BTD) if output_hidden_states else None,
-            **{CACHE: cache if use_cache else None},  # type: ignore[arg-type]
-        )
+        return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, **outputs)
+
+
+class Head(nn.Module):
+    """Head of a model as a module, with no parameters of its own."""
+
+    def __init__(self, model: DapeForCausalLM):
+        super().__init__()
+        table_VD = model.embedding_VD if model.unembedding_DV is None else model.unembedding_DV.T
+        self._tables = table_VD, model.output_bias_V  # in a tuple, so that the model's parameters are not its own
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the table [V, D]."""
+        return self._tables[0]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Return the output bias [V], or None."""
+        return self._tables[1]
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return the logits, in the dtype of the input."""
+        logits_BTV = project("BTD,VD->BTV", x_BTD, self.weight).to(x_BTD.dtype)
+        return logits_BTV if self.bias is None else logits_BTV + self.bias.to(logits_BTV.dtype)
+
+
+def segments_of(pos_BT: Tensor) -> list[Tensor]:
+    """Return the packed sequences of equal length, [N, L] for each length L, as places in the flattened rows.
+
+        positions  0 1 2 0 1 2 0 1        segments  [[0 1 2] [3 4 5]], [[6 7]]
+
+    Raises:
+        ValueError: positions neither count on nor begin again at 0.
+    """
+    is_start_BT = pos_BT == 0
+    counts_BT = torch.cat([is_start_BT[:, :1], is_start_BT[:, 1:] | (pos_BT[:, 1:] == pos_BT[:, :-1] + 1)], dim=1)
+    if not counts_BT.all():
+        allowed = "must count the tokens that are not padding from 0, and again from 0 for each packed sequence"
+        raise ValueError(f"position_ids: {allowed}, or be None")
+    starts_N = is_start_BT.flatten().nonzero()[:, 0]
+    lengths_N = starts_N.diff(append=starts_N.new_tensor([pos_BT.numel()]))
+    return [
+        starts_N[lengths_N == length, None] + torch.arange(length, device=pos_BT.device)
+        for length in lengths_N.unique().tolist()
+    ]
 
 
 def num_left(attention_mask: Tensor, shape: tuple[int, int]) -> Tensor | int:
