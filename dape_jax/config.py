@@ -36,6 +36,7 @@ Self = TypeVar("Self", bound="BaseRunConfig")  # beartype, which checks annotati
 # Fields of the `model` section that are chosen by name, each with a dict from name to config dataclass.
 CHOICES: dict[str, dict[str, Any]] = {
     "rotary": ROTARY,
+    "alternate_rotary": ROTARY,
     "bias": BIASES | CONTEXTUAL,
     "processor": PROCESSORS,
     "attention": IMPLEMENTATIONS,
@@ -246,8 +247,9 @@ def resolved(run: RunConfig | TaskRunConfig) -> dict[str, Any]:
     """Return a run's complete config as JSON values, which `read_run` accepts and checkpoints store."""
     spec = dataclasses.asdict(run)
     for field, table in CHOICES.items():
-        (name,) = [name for name, kind in table.items() if type(getattr(run.model, field)) is kind]
-        spec["model"][field] = {"name": name} | spec["model"][field]
+        if spec["model"][field] is not None:
+            (name,) = [name for name, kind in table.items() if type(getattr(run.model, field)) is kind]
+            spec["model"][field] = {"name": name} | spec["model"][field]
     return json.loads(json.dumps(spec))
 
 

@@ -45,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "t5": {"bias": {"name": "t5"}} | DAPE,
     "fire": {"bias": {"name": "fire", "threshold": 6}} | DAPE,
     "alibi": {"bias": {"name": "alibi"}, "processor": {"name": "none"}, "window": 6},
+    "post-norm": ENCODER | {"causal": True, "dropout": 0.0},
     "causal": {"processor": {"name": "dape", "kernel_width": 4, "channels": 3, "alignment": "causal"}},
 }
 EXPORT, IMPORT = ("-m", "dape_jax.pretrained.export_command"), ("-m", "dape_jax.pretrained.import_command")
@@ -424,7 +425,6 @@ def test_bad_input_is_named(exported, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="dtype = 'int8': must be one of"):
         export.export_run(workdir, tmp_path / "out", dtype="int8")
     refused = {
-        "norm_first = False: must be one of": ENCODER | {"causal": True},
         "bias.name = 'cope': must be one of": {"bias": {"name": "cope"}},
         "processor.edge = 'listing': must be one of": {"processor": {"name": "dape", "edge": "listing"}},
         "processor.leak = True: must be one of": {"processor": {"name": "dape", "leak": True}},

@@ -36,8 +36,9 @@ from dape_jax.pretrained.export import export_run
 from dape_jax.pretrained.families import FAMILIES, family_of
 from dape_jax.pretrained.files import INDEX_FILE, find_source, open_source
 from dape_jax.pretrained.load import import_run, source_tokenizer
+from dape_jax.pretrained.modeling_dape import DapeForCausalLM
 from dape_jax.sharding import MeshConfig, make_mesh
-from dape_jax.tools.completion import Sampling, complete
+from dape_jax.tools.completion import Sampling, complete, generate
 from dape_jax.training import checkpoint, loop
 
 torch.set_num_threads(1)
@@ -60,6 +61,37 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
 LONG = {"rope_type": "longrope", "rope_theta": 100.0}
 LONG |= {"short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.0, 3.0, 5.0, 9.0]}
 ALL_LAYERS = {"use_sliding_window": True, "max_window_layers": 0}
+FULL, SLIDING = "full_attention", "sliding_attention"
+WINDOWS = [SLIDING, FULL, SLIDING]
+TYPES = {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 30.0}}
+# The fields of published configs, as they are saved there, with small sizes and windows.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "smollm3": {
+        **{"architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0},
+        **{"hidden_act": "silu", "initializer_range": 0.02, "layer_types": [FULL] * 4, "max_window_layers": 28},
+        **{"mlp_bias": False, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0], "num_hidden_layers": 4},
+        **{"num_key_value_heads": 2, "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": None},
+        **{"rope_theta": 5000000.0, "sliding_window": None, "use_cache": False, "use_sliding_window": False},
+        **{"max_position_embeddings": 65536, "pad_token_id": None},
+    },
+    "olmo2": {
+        **{"architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0},
+        **{"hidden_act": "silu", "initializer_range": 0.02, "num_key_value_heads": 4, "rms_norm_eps": 1e-06},
+        **{"rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False, "use_cache": False},
+        **{"max_position_embeddings": 4096, "pad_token_id": None},
+    },
+    "olmo3": {
+        **{"architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0},
+        **{"hidden_act": "silu", "initializer_range": 0.02, "layer_types": [SLIDING] * 3 + [FULL]},
+        **{"num_hidden_layers": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 500000},
+        "rope_scaling": {
+            **{"attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0},
+            **{"original_max_position_embeddings": 8192, "rope_type": "yarn"},
+        },
+        **{"sliding_window": 5, "tie_word_embeddings": False, "use_cache": False},
+        **{"max_position_embeddings": 65536, "pad_token_id": None},
+    },
+}
 TIED = {"tie_word_embeddings": True}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "pythia": ("gpt_neox", {}),
@@ -94,8 +126,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2-no-bias": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
     "olmo": ("olmo", {"num_key_value_heads": 2}),
     "qwen2-window": ("qwen2", {"num_key_value_heads": 4, "sliding_window": 7, **ALL_LAYERS}),
+    "qwen2-windows": ("qwen2", {"num_key_value_heads": 4, "sliding_window": 7, **ALL_LAYERS, "max_window_layers": 1}),
+    "qwen3-windows": (
+        "qwen3",
+        {"num_key_value_heads": 2, "sliding_window": 5, "use_sliding_window": True, "layer_types": WINDOWS},
+    ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5, "num_key_value_heads": 2, "pad_token_id": None}),
+    "smollm3-windows": (
+        "smollm3",
+        {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 5, "pad_token_id": None},
+    ),
+    "olmo2": ("olmo2", {"num_key_value_heads": 2, "attention_bias": True, "pad_token_id": None}),
+    "olmo3": ("olmo3", {"num_hidden_layers": 5, "sliding_window": 5, "rope_parameters": TYPES, "pad_token_id": None}),
+    "olmo3-full": ("olmo3", {"layer_types": [FULL] * 3, "rope_parameters": TYPES, "pad_token_id": None}),
+    **{f"published-{name}": (name, config) for name, config in PUBLISHED.items()},
 }
-FAST = {"pythia", "llama3", "qwen3", "phi"}  # every kind of layer
+FAST = {"pythia", "llama3", "qwen3", "phi", "published-olmo3"}  # every kind of layer
 EVERY_MODEL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS]
 
 
@@ -107,7 +153,7 @@ def theirs(name: str) -> Any:
     config = transformers.AutoConfig.for_model(kind, **SIZES | options)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for key, parameter in model.named_parameters():
-        is_norm = "norm" in key and key.endswith("weight") and kind != "gemma"
+        is_norm = "norm" in key and key.endswith("weight") and not kind.startswith("gemma")
         torch.nn.init.normal_(parameter, float(is_norm), 0.2)
     return model.eval()
 
@@ -120,6 +166,9 @@ def directories(tmp_path_factory) -> Callable[[str], Path]:
     @functools.cache
     def saved(name: str) -> Path:
         theirs(name).save_pretrained(root / name)
+        if name.startswith("published"):
+            kind, options = MODELS[name]
+            (root / name / "config.json").write_text(json.dumps({"model_type": kind} | SIZES | options))
         return root / name
 
     return saved
@@ -190,13 +239,43 @@ def test_the_model_is_that_of_transformers(name, runs, directories):
         if tensor.name is None:
             continue
         layers = range(config.num_layers) if path.startswith("layers/") else (0,)
-        offset = tensor.convert(np.zeros(tensor.shape, np.float32))
-        gradient = [tensor.convert(gradients[tensor.name_in(layer)]) - offset for layer in layers]
+        offset, factor = (tensor.convert(np.full(tensor.shape, value, np.float32)) for value in (0, 1))
+        factor -= offset
+        gradient = [(tensor.convert(gradients[tensor.name_in(layer)]) - offset) / factor**2 for layer in layers]
         gradient = np.stack(gradient) if path.startswith("layers/") else gradient[0]
         same = [other for other, each in tensors.items() if each.name == tensor.name and "norm" in other]
         total = sum(flat[other] for other in same) if len(same) > 1 else flat[path]
         np.testing.assert_allclose(total, gradient, rtol=1e-4, atol=1e-4, err_msg=path)
     assert max(np.abs(leaf).max() for leaf in flat.values()) > 0.05
+
+
+# Families whose layers differ, or have options that only they have.
+NEWER = [name for name in MODELS if MODELS[name][0] in ("smollm3", "olmo2", "olmo3")]
+NEWER = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in NEWER]
+
+
+@pytest.mark.hf
+@pytest.mark.extra
+@pytest.mark.parametrize("name", NEWER)
+def test_tokens_and_the_export_are_those_of_transformers(name, runs, tmp_path):
+    """Generate greedily from two prompts, and load the export in PyTorch."""
+    model, (config, params), x = theirs(name), ours(runs(name)), tokens(length=9)
+    greedy = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    greedy["attention_mask"] = torch.ones(2, 9, dtype=torch.long)
+    expected = model.generate(torch.tensor(x), **greedy)[:, 9:].numpy()
+    assert len(set(expected.flat)) > 2
+    mesh = make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
+    steps = generate(config, params, mesh, list(x), max_new_tokens=12, sampling=Sampling(0.0))
+    np.testing.assert_array_equal(np.stack(list(steps), axis=1), expected)
+
+    export_run(runs(name), tmp_path / "exported")
+    exported = DapeForCausalLM.from_pretrained(tmp_path / "exported").eval()
+    exported.generation_config.eos_token_id = None
+    x = torch.tensor(tokens())
+    with torch.no_grad():
+        torch.testing.assert_close(exported(x).logits, model(x).logits, rtol=1e-5, atol=1e-5)
+    found = exported.generate(x[:, :9], **greedy)[:, 9:]
+    np.testing.assert_array_equal(found, model.generate(x[:, :9], **greedy)[:, 9:])
 
 
 # ---- tokens around the text
@@ -441,6 +520,18 @@ def test_sixteen_bits_and_shards_are_read_exactly(dtype, tmp_path):
     np.testing.assert_array_equal(params["layers"]["mlp"]["up_DF"][1], expected)
 
 
+@pytest.mark.hf
+def test_norms_in_sixteen_bits_are_added_to_one_in_float32(tmp_path):
+    """In 16 bits the sum would lose a weight of this size."""
+    model = type(theirs("gemma"))(theirs("gemma").config).to(torch.bfloat16)
+    torch.nn.init.constant_(model.model.norm.weight, 1e-3)
+    model.save_pretrained(tmp_path / "model")
+    import_run(tmp_path / "model", tmp_path / "run", tokenizer="bytes")
+    expected = 1 + model.model.norm.weight.detach().float().numpy()
+    assert np.all(expected != 1)
+    np.testing.assert_array_equal(ours(tmp_path / "run")[1]["norm"]["scale"], expected)
+
+
 def test_a_copy_of_tied_embeddings_and_old_buffers_are_ignored(directories, tmp_path, runs):
     """Refuse a head that was trained separately although the config says tied."""
     directory = copied(directories("qwen2"), tmp_path)
@@ -490,14 +581,24 @@ def test_fields_that_a_config_lacks_have_the_values_of_transformers(kind):
         assert found.tensors.keys() == expected.tensors.keys()
 
 
-def test_windows_in_some_layers_are_refused(directories):
+def test_layers_that_do_not_fit_are_refused(directories):
     config = json.loads((directories("qwen2") / "config.json").read_text())
-    part = {"layer_types": None, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-    with pytest.raises(InputError, match="max_window_layers = 1: must be 0"):
-        family_of(config | part)
-    for types in (["full_attention"] * 2 + ["sliding_attention"], ["sliding_attention"] * 3, ["full_attention"] * 2):
-        with pytest.raises(InputError, match=r"layer_types = .*: must be full_attention for all layers, or sliding"):
+    for types in ([FULL] * 2, [FULL, FULL, "linear_attention"]):
+        with pytest.raises(InputError, match=r"layer_types = .*: must be full_attention or sliding_attention for each"):
             family_of(config | {"layer_types": types})
+    with pytest.raises(InputError, match=r"sliding_window = None: must be given with sliding_attention in layer_types"):
+        family_of(config | {"layer_types": WINDOWS})
+    config = json.loads((directories("smollm3-windows") / "config.json").read_text())
+    for field, value, allowed in (
+        ("no_rope_layers", [1, 0], "must be 0 or 1 for each of 3 layers"),
+        ("no_rope_layers", [0, 1, 2], "must be 0 or 1 for each of 3 layers"),
+        ("layer_types", [*WINDOWS[::-1][1:], FULL], "must be sliding_attention in the layers without rotary embedding"),
+    ):
+        with pytest.raises(InputError, match=f"{field} = .*: {allowed}"):
+            family_of(config | {field: value})
+    config = json.loads((directories("olmo3") / "config.json").read_text())
+    with pytest.raises(InputError, match=r"rope_parameters = .*: must have full_attention and sliding_attention"):
+        family_of(config | {"rope_parameters": YARN})
 
 
 def test_every_family_is_tested():

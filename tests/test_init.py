@@ -227,6 +227,13 @@ def test_the_recipe_takes_everything_but_the_method_from_the_source(trained_root
     config = recipe.get_config(f"source={sources}/none,rotary=rope,processor=dape,kernel=5,channels=3")
     config.model.window, config.init.train_only = 8, "processor"  # a flag can set fields that are None
     run = read_run(config.to_dict())
+    layers = {"model__alternate_layers": (0,), "model__alternate_rotary": {"name": "rope"}}
+    mixed = resolved(read_run(tiny.spec(trained_root, **layers)))
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "read_config", lambda _: {"config": mixed})
+        for argument, expected in (("", mixed["model"]["alternate_rotary"]), (",rotary=none", None)):
+            model = recipe.get_config(f"source={sources}/none{argument}").to_dict()["model"]
+            assert (model["alternate_rotary"], model["alternate_layers"]) == (expected, [0])
     changed = tiny.spec(trained_root, model__processor=IDENTITY | {"kernel_width": 5, "channels": 3})
     assert (run.model.processor, run.model.rotary) == (read_run(changed).model.processor, Rope())
     assert run.init.trained_kinds == ("processor",)

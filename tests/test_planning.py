@@ -135,6 +135,16 @@ def test_a_step_is_three_forward_passes_and_tokens_share_it():
     forward = flops.forward_flops(run.model, 64, 4)
     assert flops.model_flops(run.model, 64, 4).total == 3 * forward.total
     assert flops.model_flops_per_token(run.model, 64, 4) * 64 * 4 == 3 * forward.total
+    in_layers = flops.forward_flops(run.model, 64, 4), flops.executed_flops(run.model, 64, 4)
+    layers = {"model__alternate_layers": (0,), "model__window": None, "model__alternate_window": 8}
+    mixed, full = make_run(**layers).model, make_run(model__window=None).model
+    of_mixed = flops.forward_flops(mixed, 64, 4), flops.executed_flops(mixed, 64, 4)
+    of_full = flops.forward_flops(full, 64, 4), flops.executed_flops(full, 64, 4)
+    for some, whole, half in zip(in_layers, of_full, of_mixed, strict=True):  # of two layers
+        assert 2 * half.attention == some.attention + whole.attention
+        assert 2 * half.processor == some.processor + whole.processor
+        assert half.projections == whole.projections
+    assert in_layers[0].attention < of_mixed[0].attention < of_full[0].attention
     assert flops.forward_flops(run.model, 64, 8).total < 2 * forward.total  # the bias is convolved once for a batch
 
 

@@ -159,6 +159,7 @@ def test_refused_segments_are_named():
         ({"segment_ids": IDS}, "segment_ids are given"),
         ({"q_pos_T": pos}, "positions are given"),
         ({"scale": 0.3}, "scale is given"),
+        ({"cap": 2.0}, "cap is given"),
     ):
         with pytest.raises(NotImplementedError, match=words):
             attend(*qkv, **method(), **options, implementation=Fused("gpu"))

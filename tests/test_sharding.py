@@ -89,8 +89,11 @@ def case(bias, processor, mesh, marks=pytest.mark.slow, accumulation_steps=1, **
         case("nope", "none", "fsdp"),
         case("fire", "dape", "mix"),
         case("cope", "none", "context"),
-        # Tied embeddings, gates and root-mean-square norms have gradients that are summed over devices, too.
-        case("kerple", "dape", "mix", (), **ARCHITECTURES["llama"]),
+        # Tied embeddings, gates and root-mean-square norms have gradients that are summed over devices, too; layers
+        # of two kinds are branches of one program.
+        case("kerple", "dape", "mix", (), **ARCHITECTURES["gemma"]),
+        case("kerple", "dape", "mix", **ARCHITECTURES["llama"]),
+        case("kerple", "dape", "tensor", **ARCHITECTURES["olmo"]),
         case("kerple", "dape", "tensor", **ARCHITECTURES["pythia"]),
         case("kerple", "dape", "mix", **ARCHITECTURES["mixed"]),
         # Windows, dense attention and recomputation, with two parts in a step.

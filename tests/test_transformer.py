@@ -32,6 +32,7 @@ from dape_jax.model.transformer import (
     ENCODER,
     GPT_NEOX,
     NORMS,
+    QK_NORMS,
     REMAT,
     SIZES,
     Places,
@@ -130,8 +131,9 @@ BLOCKS = {"decoder": GPT_NEOX, "encoder": ENCODER} | ARCHITECTURES
 
 @pytest.mark.parametrize("form", BLOCKS)
 def test_a_block_is_its_equation(form):
-    """x + f(norm(x)), norm(x + f(x)) or x + f(norm(x)) + g(norm'(x)), with plain norms, activations and projections."""
-    config = dataclasses.replace(make_config(**BLOCKS[form]), rotary=NoRotary())
+    """Compare with the sums of `Block`'s docstring, with plain norms, activations and projections."""
+    same_layers = {"window": None, "alternate_layers": (), "alternate_window": None, "alternate_rotary": None}
+    config = dataclasses.replace(make_config(**BLOCKS[form]), rotary=NoRotary(), **same_layers)
     block = jax.tree.map(lambda x: x[0], nnx.merge(*random_model(config)).layers)
     x_BTD, pos_T = np.random.default_rng(1).normal(size=(2, 7, config.width)).astype(np.float32), jnp.arange(7)
 
@@ -151,7 +153,11 @@ def test_a_block_is_its_equation(form):
         q, k, v = (project("BTD,DHK->BTHK", x, a, *each) for each in names)
         if config.qk_norm == "head":
             q, k = norm(a.query_norm, q), norm(a.key_norm, k)
-        run = jax.jit(functools.partial(attend, causal=config.causal))
+        elif config.qk_norm == "projection":
+            q, k = (
+                norm(layer, x.reshape(2, 7, -1)).reshape(x.shape) for layer, x in ((a.query_norm, q), (a.key_norm, k))
+            )
+        run = jax.jit(functools.partial(attend, causal=config.causal, cap=config.score_cap))
         out = np.asarray(run(q, k, v, pos_T, pos_T, bias=a.bias, processor=a.processor))
         return project("BTHK,HKD->BTD", out, a, "output_HKD", "output_bias_D")
 
@@ -170,6 +176,12 @@ def test_a_block_is_its_equation(form):
     with jax.numpy_rank_promotion("allow"):
         if config.parallel_residual:
             expected = x_BTD + attention(norm(block.attention_norm, x_BTD)) + mlp(norm(block.mlp_norm, x_BTD))
+        elif config.branch_norm and config.norm_first:
+            expected = x_BTD + norm(block.attention_branch_norm, attention(norm(block.attention_norm, x_BTD)))
+            expected = expected + norm(block.mlp_branch_norm, mlp(norm(block.mlp_norm, expected)))
+        elif config.branch_norm:
+            expected = x_BTD + norm(block.attention_norm, attention(x_BTD))
+            expected = expected + norm(block.mlp_norm, mlp(expected))
         elif config.norm_first:
             expected = x_BTD + attention(norm(block.attention_norm, x_BTD))
             expected = expected + mlp(norm(block.mlp_norm, expected))
@@ -196,6 +208,8 @@ def test_the_architectures_have_every_option_with_every_value():
         if isinstance(values.copy().pop(), bool) and field.name not in ("causal", "norm_first", "scale_embedding"):
             assert values == {False, True}, field.name
     assert {config.norm for config in configs} == set(NORMS)
+    assert {config.qk_norm for config in configs} == set(QK_NORMS)
+    assert len({(config.norm_first, config.branch_norm) for config in (*configs, make_config(**ENCODER))}) == 4
     assert {config.activation for config in configs} == set(ACTIVATIONS) - {"relu"}
     assert {config.head_dim for config in configs} == {6, 8, 12}
     assert len({config.mlp_width for config in configs}) == 2
@@ -432,6 +446,15 @@ BAD = [
     ("model.width = 0: must be positive", {"width": 0}),
     ("model.mlp_width = -1: must be positive", {"mlp_width": -1}),
     ("model.window = 0: must be 1 or more", {"window": 0}),
+    ("model.alternate_window = 0: must be 1 or more", {"alternate_layers": [0], "alternate_window": 0}),
+    ("model.alternate_layers = (1, 0): must be increasing numbers below", {"alternate_layers": [1, 0]}),
+    ("model.alternate_layers = (2,): must be increasing numbers below", {"alternate_layers": [2]}),
+    ("model.alternate_layers = (): must be given with", {"alternate_window": 4}),
+    ("model.score_cap = -1.0: must be positive, or None", {"score_cap": -1.0}),
+    (
+        "model.head_dim = 7: must be even",
+        {"head_dim": 7, "alternate_layers": [0], "alternate_rotary": {"name": "rope"}},
+    ),
     ("model.norm = 'batch_norm': must be one of", {"norm": "batch_norm"}),
     ("model.norm_epsilon = 0.0: must be positive", {"norm_epsilon": 0.0}),
     (
@@ -450,7 +473,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}, {"output_bias": True}])
+@pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}, {"output_bias": True, "logit_cap": 3.0}])
 def test_padding_of_the_vocabulary_changes_no_score(changes):
     """The padding has probability 0 and gradient 0, also where the features are large; parameters start the same."""
     params, nlls, gradients = [], [], []

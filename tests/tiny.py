@@ -81,6 +81,14 @@ ARCHITECTURES = {
     "pythia": GPT_NEOX | HALF_ROPE | {"parallel_residual": True, "mlp_width": 24},
     "llama": LLAMA | {"head_dim": 6, "num_kv_heads": 1, "norm_epsilon": 1e-3, "tied_embeddings": True},
     "qwen": LLAMA | {"head_dim": 12, "qk_norm": "head", "projection_bias": True, "activation": "gelu_tanh"},
+    "gemma": LLAMA
+    | {"branch_norm": True, "qk_norm": "head", "score_cap": 2.0, "logit_cap": 3.0, "tied_embeddings": True}
+    | {"rotary": {"name": "rope", "base": 100.0}, "alternate_layers": (0,), "alternate_window": 5}
+    | {"alternate_rotary": {"name": "pi", "base": 30.0, "factor": 2.0}},
+    "olmo": LLAMA
+    | {"norm_first": False, "branch_norm": True, "qk_norm": "projection", "num_kv_heads": 1, "window": 5}
+    | HALF_ROPE
+    | {"alternate_layers": (1,), "alternate_rotary": {"name": "none"}},
     "mixed": LLAMA | {"parallel_residual": True, "attention_output_bias": True, "mlp_bias": True, "output_bias": True},
 }
 

@@ -31,6 +31,11 @@ def make(*, model: Fields, data: Fields, optimizer: Fields, train: Fields, evalu
         num_outputs=None,  # None: vocab_size
         vocab_multiple=None,  # None: as the mesh needs it, and 128 on several accelerators
         window=None,  # None: all keys; --config.model.window=N for sliding-window attention
+        alternate_layers=(),  # --config.model.alternate_layers=0,2: layers with alternate_window and alternate_rotary
+        alternate_window=None,
+        alternate_rotary=None,
+        score_cap=None,
+        logit_cap=None,
         remat="none",
         dtype="auto",
     )

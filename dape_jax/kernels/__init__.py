@@ -51,7 +51,7 @@ def why_not_fused(
         platform: platform of the devices: "tpu", "gpu" or "cpu".
         device_kind: JAX's `device_kind` of the devices, or None for the devices of this process.
     """
-    bias, processor, scale = score_mod
+    bias, processor, scale, cap = score_mod
     if platform not in KERNELS:
         return f"there are kernels for {' and '.join(KERNELS)}, not for the platform {platform!r}"
     config = None
@@ -76,6 +76,8 @@ def why_not_fused(
         return "segment_ids are given; the kernels do not stop at the edges of documents"
     if scale is not None:
         return "scale is given; the kernels multiply scores by 1 / sqrt(K)"
+    if cap is not None:
+        return "cap is given; the kernels do not cap scores"
     if not mask.causal:
         return "causal = False; the kernels skip keys after a query"
     if config is not None:
@@ -149,7 +151,7 @@ def attend_fused(
         reason = f"k is {k_BSGK.dtype} and v is {v_BSGK.dtype}"
     if reason is not None:
         raise NotImplementedError(f"no kernel supports this attention: {reason}")
-    bias, processor, _ = score_mod
+    bias, processor = score_mod[:2]
     assert isinstance(processor, Dape | Plain)
     assert isinstance(bias, DistanceBias | None)
     dtype = jnp.dtype(jnp.float32)

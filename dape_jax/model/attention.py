@@ -37,6 +37,7 @@ from dape_jax.model.scores import (
     products,
     rows_in_block,
     segment_starts,
+    soft_cap,
 )
 from dape_jax.sharding import AXES, activation_spec, axis_sizes, device_platform, full_precision
 
@@ -53,10 +54,11 @@ def score(
     causal: bool = True,
     window: int | None = None,
     scale: Float[Array, ""] | float | None = None,
+    cap: Float[Array, ""] | float | None = None,
 ) -> Scores:
     """Return the first half of `attend`: scores, bias and mask, the arguments of a processor."""
     positions = _positions(q_BTHK.shape[1], k_BSGK.shape[1], q_pos_T, k_pos_S)
-    return _score(q_BTHK, k_BSGK, positions, ScoreMod(bias, scale=scale), Mask(causal, window))
+    return _score(q_BTHK, k_BSGK, positions, ScoreMod(bias, scale=scale, cap=cap), Mask(causal, window))
 
 
 def attend(
@@ -72,6 +74,7 @@ def attend(
     window: int | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
     scale: Float[Array, ""] | float | None = None,
+    cap: Float[Array, ""] | float | None = None,
     implementation: "str | Implementation" = "auto",
 ) -> Float[Array, "B T H K"]:
     """Attend any block of query rows to the keys.
@@ -96,6 +99,7 @@ def attend(
             no convolution crosses an edge, so a packed row gives what its documents give alone. A document is a run of
             equal ids. Needs positions None.
         scale: factor of Q K^T, or None for 1 / sqrt(K).
+        cap: c in c tanh(scores / c), which replaces the scaled scores before bias and processor; None for no cap.
         implementation: "auto", "dense", "blockwise" or "fused", or an `Auto`, `Dense`, `Blockwise` or `Fused` with its
             own sizes. All return the same values and gradients.
 
@@ -122,7 +126,7 @@ def attend(
         starts_BS = segment_starts(segment_ids)
     positions = _positions(q_BTHK.shape[1], k_BSGK.shape[1], q_pos_T, k_pos_S, starts_BS)
     mask = Mask(causal, window, row_stride=None if given else 1)
-    score_mod = ScoreMod(bias, Plain() if processor is None else processor, scale)
+    score_mod = ScoreMod(bias, Plain() if processor is None else processor, scale, cap)
     check_modules(score_mod)
     args = q_BTHK, k_BSGK, v_BSGK, positions, score_mod
     if all(isinstance(leaf, jax.Array | np.ndarray | float) for leaf in jax.tree.leaves(args)):
@@ -217,7 +221,7 @@ def _score(
     """Return scores, bias and mask of a block of query rows."""
     dtype = jnp.promote_types(q_BTHK.dtype, jnp.float32)
     scale = q_BTHK.shape[-1] ** -0.5 if score_mod.scale is None else score_mod.scale
-    scores_BHTS = products(q_BTHK, k_BSGK, dtype) * scale
+    scores_BHTS = soft_cap(products(q_BTHK, k_BSGK, dtype) * scale, score_mod.cap)
     visible = mask.visible(positions)
     content = Content(q_BTHK, k_BSGK, scores_BHTS, visible, positions.q_pos_T, positions.k_pos_S)
     return Scores(scores_BHTS, _bias(score_mod.bias, content, positions, mask.causal), visible)

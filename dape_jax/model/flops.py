@@ -52,7 +52,8 @@ def num_pairs(length: int, window: int | None) -> int:
 
 def forward_flops(config: TransformerConfig, length: int, batch_size: int) -> Flops:
     """Return the FLOPs that the model needs for the forward pass of a batch of sequences of `length` tokens."""
-    return _flops(config, length * batch_size, num_pairs(length, config.window), batch_size, 1, Passes())
+    pairs = sum(kind.num_layers * num_pairs(length, kind.mask.window) for kind in config.layer_kinds)
+    return _flops(config, length * batch_size, pairs, batch_size, 1, Passes())
 
 
 def model_flops(config: TransformerConfig, length: int, batch_size: int) -> Flops:
@@ -83,7 +84,8 @@ def _flops(
 ) -> Flops:
     """Return the FLOPs of all parts.
 
-    `tokens` is the number of tokens of the batch, and `pairs` the number of pairs of a query and a key in one sequence.
+    `tokens` is the number of tokens of the batch, and `pairs` the number of pairs of a query and a key in one sequence,
+    over all layers.
     Arrays without a batch dim are computed `num_bias_batches` times.
     """
     D, H, G, K, L = config.width, config.num_heads, config.num_kv_heads, config.head_dim, config.num_layers
@@ -95,8 +97,8 @@ def _flops(
         projections=passes.projections * L * tokens * 2 * D * (2 * H * K + 2 * G * K),
         mlp=(passes.up * num_ups + passes.down) * L * tokens * 2 * D * F,
         unembedding=passes.unembedding * tokens * 2 * D * config.num_outputs,
-        attention=(passes.scores + passes.values) * L * pairs * batch_size * 2 * H * K,
-        processor=passes.processor * L * pairs * (pair.of_scores * batch_size + pair.of_bias * num_bias_batches),
+        attention=(passes.scores + passes.values) * pairs * batch_size * 2 * H * K,
+        processor=passes.processor * pairs * (pair.of_scores * batch_size + pair.of_bias * num_bias_batches),
     )
 
 
@@ -109,6 +111,7 @@ def executed_flops(
     batch_parts: int = 1,
     accumulation_steps: int = 1,
     chunked_unembedding: bool = False,
+    alternate_attention: Implementation | None = None,
 ) -> Flops:
     """Return the FLOPs of a training step's program on all devices, with recomputation and computed masked pairs.
 
@@ -124,6 +127,7 @@ def executed_flops(
             arrays without a batch dim.
         accumulation_steps: parts of a step; each computes the arrays without a batch dim again.
         chunked_unembedding: whether the logits are computed in chunks.
+        alternate_attention: implementation of attention in `config.alternate_layers`; None for that of other layers.
     """
     full, recomputed = config.remat == "full", config.remat != "none"
     in_block = isinstance(config.attention, Blockwise | Fused)
@@ -136,7 +140,11 @@ def executed_flops(
         values=3 + recomputed,
         processor=3 + recomputed + in_block,
     )
-    pairs = row_parts * pairs_computed(config.attention, length, config.window, row_parts)
+    alternate = config.attention if alternate_attention is None else alternate_attention
+    pairs = row_parts * sum(
+        kind.num_layers * pairs_computed(attention, length, kind.mask.window, row_parts)
+        for kind, attention in zip(config.layer_kinds, (config.attention, alternate), strict=False)
+    )
     return _flops(config, length * batch_size, pairs, batch_size, batch_parts * accumulation_steps, passes)
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from dape_jax.model.scores import soft_cap
 from dape_jax.model.transformer import Transformer
 from dape_jax.sharding import activation_spec, full_precision, in_mesh, parameter_spec
 
@@ -50,19 +51,19 @@ def nll_of_features(
             sequence. Logits of more tokens are computed in chunks and recomputed in the backward pass, so memory does
             not grow with length times vocabulary. The values are the same.
     """
-    dtype = model.config.compute_dtype
+    dtype, options = model.config.compute_dtype, {"chunk_tokens": logits_chunk_tokens, "cap": model.config.logit_cap}
     features_BTD, weight_DV = features_BTD.astype(dtype), model.output_DV.astype(dtype)
     bias_V = None if model.output_bias_V is None else model.output_bias_V[...]
     is_token_V = jnp.arange(weight_DV.shape[1]) < model.config.num_outputs
     if model.config.num_outputs < len(is_token_V):  # the rest is padding, of probability 0
         bias_V = jnp.where(is_token_V, 0.0 if bias_V is None else bias_V, -jnp.inf)
     if not in_mesh():
-        return _nll_on_device(features_BTD, weight_DV, bias_V, targets_BT, logits_chunk_tokens)
+        return _nll_on_device(features_BTD, weight_DV, bias_V, targets_BT, **options)
 
     def on_device(features_BTD: Array, weight_DV: Array, bias_V: Array | None, targets_BT: Array) -> Array:
         first_id = jax.lax.axis_index("tensor") * weight_DV.shape[1]
         weight_DV = jax.lax.all_gather(weight_DV, "fsdp", axis=0, tiled=True)
-        return _nll_on_device(features_BTD, weight_DV, bias_V, targets_BT - first_id, logits_chunk_tokens, "tensor")
+        return _nll_on_device(features_BTD, weight_DV, bias_V, targets_BT - first_id, **options, vocab_axis="tensor")
 
     of_weight = parameter_spec("unembedding_DV", 2)
     return jax.shard_map(
@@ -77,7 +78,9 @@ def _nll_on_device(
     weight_DV: Array,
     bias_V: Array | None,
     ids_BT: Array,
+    *,
     chunk_tokens: int,
+    cap: float | None,
     vocab_axis: str | tuple[()] = (),
 ) -> Array:
     """Return `nll_of_features` on one device; ids are counted from the first id of its part of the vocabulary."""
@@ -87,6 +90,7 @@ def _nll_on_device(
         logits_BTV = jnp.einsum(
             "BTD,DV->BTV", features_BTD, weight_DV, precision=precision, preferred_element_type=jnp.float32
         )
+        logits_BTV = soft_cap(logits_BTV, cap)
         return nll(logits_BTV if bias_V is None else logits_BTV + bias_V[None, None], ids_BT, vocab_axis)
 
     batch, length, _ = features_BTD.shape

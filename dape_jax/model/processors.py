@@ -157,11 +157,13 @@ class ScoreMod(NamedTuple):
         bias: position bias or contextual encoding, or None.
         processor: function of scores, bias and mask; by default scores + bias.
         scale: factor of Q K^T, or None for 1 / sqrt(K).
+        cap: cap of the scaled scores, before bias and processor; see `scores.soft_cap`.
     """
 
     bias: Bias | ContextualBias | None = None
     processor: Processor = Plain()
     scale: Float[Array, ""] | float | None = None
+    cap: Float[Array, ""] | float | None = None
 
 
 def key_convolution(

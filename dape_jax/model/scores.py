@@ -99,11 +99,16 @@ def over_heads(mask: VisiblePairs) -> Bool[Array, "_ 1 T S"]:
     return mask[None, None] if mask.ndim == 2 else mask
 
 
+def soft_cap(x: Float[Array, "..."], cap: Float[Array, ""] | float | None) -> Float[Array, "..."]:
+    """Return cap tanh(x / cap), which is between -cap and cap, or `x` if the cap is None."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
 class Scores(NamedTuple):
     """Arguments of a processor.
 
     Args:
-        scores_BHTS: A = Q K^T / sqrt(K).
+        scores_BHTS: A = Q K^T / sqrt(K), after `soft_cap` if there is a cap.
         bias_BHTS: B, or None; the batch dim is 1 if B does not depend on content.
         mask: True where the query sees the key.
     """

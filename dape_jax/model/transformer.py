@@ -18,10 +18,12 @@ float32.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 from jax.typing import DTypeLike
@@ -34,7 +36,7 @@ from dape_jax.model.biases import Bias, BiasConfig, KerpleConfig
 from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.positions import NoRotary, Rope
 from dape_jax.model.processors import DapeConfig, ProcessorConfig, ScoreMod
-from dape_jax.model.scores import Mask, Positions, segment_starts
+from dape_jax.model.scores import Mask, Positions, segment_starts, soft_cap
 from dape_jax.sharding import ROW_AXES, axis_sizes, constrain, embed, last_rows, matmul, stripe, unstripe
 
 # Model sizes of the paper: table 8, and the official configurations for the two that table 8 omits.
@@ -52,7 +54,7 @@ ACTIVATIONS = {
     "silu": jax.nn.silu,
 }
 NORMS = ("layer_norm", "rms_norm")
-QK_NORMS = ("none", "head")
+QK_NORMS = ("none", "head", "projection")
 INITIALIZERS = ("gpt_neox", "fan_in")
 
 # Values of a block that are saved for the backward pass: all; the results of matmuls without a batch dim (not the
@@ -70,6 +72,20 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 FOLLOWS: Any = None  # default of a field whose value follows from other fields
+
+
+class LayerKind(NamedTuple):
+    """Options in which the layers of a model may differ.
+
+    Args:
+        rotary: rotary embedding of queries and keys.
+        mask: which keys a query sees.
+        num_layers: number of layers with these options.
+    """
+
+    rotary: NoRotary | Rope
+    mask: Mask
+    num_layers: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,20 +111,29 @@ class TransformerConfig:
     processor: ProcessorConfig = DapeConfig()  # processor of the scores
     causal: bool = True  # a token sees no later token; if False, attention is bidirectional
     window: int | None = None  # a token sees itself and window - 1 tokens before it; None: all
+    # Numbers of the layers, from 0, that have the next two fields in place of window and rotary, as in models with a
+    # window in some layers only.
+    alternate_layers: tuple[int, ...] = ()
+    alternate_window: int | None = None
+    alternate_rotary: NoRotary | Rope | None = None  # None: rotary
     norm_first: bool = True  # blocks x + f(norm(x)), and a norm after the last; if False, norm(x + f(x))
+    branch_norm: bool = False  # blocks x + norm'(f(norm(x))) and, without norm_first, x + norm(f(x))
     parallel_residual: bool = False  # blocks x + attention(norm(x)) + mlp(norm'(x)); needs norm_first
     norm: str = "layer_norm"  # or "rms_norm", without mean and bias
     norm_epsilon: float = 1e-5  # added to the variance or mean square
     activation: str = "gelu"  # of the MLP, a key of ACTIVATIONS; "gelu" is the exact one
     gated_mlp: bool = False  # down(activation(gate(x)) up(x)) instead of down(activation(up(x)))
     dropout: float = 0.0  # rate, of the outputs of attention and MLP before they are added to the residual stream
-    qk_norm: str = "none"  # or "head": queries and keys of each head have an RMSNorm before the rotary embedding
+    # RMSNorm of queries and keys before the rotary embedding: "none", of each "head" or of the whole "projection"
+    qk_norm: str = "none"
+    score_cap: float | None = None  # c in c tanh(scores / c), which replaces the scores before bias and processor
     projection_bias: bool = True  # the projections to queries, keys and values have biases
     attention_output_bias: bool = True  # the projection of the attended values has a bias
     mlp_bias: bool = True  # the projections of the MLP have biases
     scale_embedding: bool = False  # embeddings are multiplied by sqrt(D)
     tied_embeddings: bool = False  # the unembedding is the embedding table
     output_bias: bool = False  # the logits have a bias
+    logit_cap: float | None = None  # c in c tanh(logits / c), which replaces the logits before their bias is added
     # "gpt_neox": normal with std sqrt(2 / (5 D)), and 2 / (L sqrt(D)) for the last matrix of a branch; or "fan_in":
     # std 1 / sqrt(fan in) truncated at two std, and 0.02 for the embedding.
     initializer: str = "gpt_neox"
@@ -135,20 +160,37 @@ class TransformerConfig:
         if self.dtype == "auto":
             object.__setattr__(self, "dtype", "float32" if jax.default_backend() == "cpu" else "bfloat16")
         one_of(self, "model", dtype=DTYPES)
+        layers, has_alternate = self.alternate_layers, (self.alternate_window, self.alternate_rotary) != (None, None)
+        are_layers = list(layers) == sorted(set(layers) & set(range(self.num_layers)))
         can_tie = not self.tied_embeddings or self.num_outputs == self.vocab_size
         has_dtype = self.dtype != "float64" or jax.config.read("jax_enable_x64")
         for field, is_right, allowed in (
             ("num_kv_heads", heads % self.num_kv_heads == 0, f"must divide model.num_heads = {heads}"),
-            ("window", self.window is None or self.window > 0, "must be 1 or more, or None"),
-            ("vocab_multiple", self.vocab_multiple is None or self.vocab_multiple > 0, "must be 1 or more, or None"),
+            ("alternate_layers", are_layers, f"must be increasing numbers below model.num_layers = {self.num_layers}"),
+            ("alternate_layers", bool(layers) or not has_alternate, "must be given with alternate_window or _rotary"),
             ("parallel_residual", self.norm_first or not self.parallel_residual, "must be False without norm_first"),
             ("dropout", 0 <= self.dropout < 1, "must be at least 0 and below 1"),
             ("num_outputs", can_tie, f"must be model.vocab_size = {self.vocab_size} with tied_embeddings"),
             ("dtype", has_dtype, "must be another dtype, unless JAX_ENABLE_X64=true is set"),
         ):
             require(is_right, f"model.{field}", getattr(self, field), allowed)
-        if isinstance(self.rotary, Rope):
-            self.rotary.frequencies(self.rotary.num_rotated(self.head_dim))  # raises if the head dim is not supported
+        limits = dict.fromkeys(("window", "alternate_window", "vocab_multiple"), "1 or more")
+        for field, allowed in (limits | dict.fromkeys(("score_cap", "logit_cap"), "positive")).items():
+            value = getattr(self, field)
+            require(value is None or value > 0, f"model.{field}", value, f"must be {allowed}, or None")
+        for rotary, _, _ in self.layer_kinds:
+            if isinstance(rotary, Rope):
+                rotary.frequencies(rotary.num_rotated(self.head_dim))  # raises if the head dim is not supported
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Return the options of the layers and, if there are `alternate_layers`, those of these."""
+        num_alternate = len(self.alternate_layers)
+        kind = LayerKind(self.rotary, Mask(self.causal, self.window), self.num_layers - num_alternate)
+        if not num_alternate:
+            return (kind,)
+        rotary = self.rotary if self.alternate_rotary is None else self.alternate_rotary
+        return kind, LayerKind(rotary, Mask(self.causal, self.alternate_window), num_alternate)
 
     @property
     def compute_dtype(self) -> jnp.dtype:
@@ -247,10 +289,15 @@ def make_cache(config: TransformerConfig, batch: int, length: int) -> Cache:
         InputError: the model cannot use a cache, because appending keys changes earlier rows.
     """
     require(config.causal, "model.causal", config.causal, "must be True: a bidirectional model cannot generate")
-    for reason in filter(None, (config.processor.why_not_cached, config.rotary.why_not_cached)):
+    for reason in filter(None, (config.processor.why_not_cached, why_not_stable(config))):
         raise InputError(f"{reason}: this model cannot generate")
     shape = (config.num_layers, batch, length, config.num_kv_heads, config.head_dim)
     return Cache(jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype))
+
+
+def why_not_stable(config: TransformerConfig) -> str | None:
+    """Return why appending a token changes the queries and keys of earlier ones, or None."""
+    return next(filter(None, (kind.rotary.why_not_cached for kind in config.layer_kinds)), None)
 
 
 class Places(NamedTuple):
@@ -289,20 +336,32 @@ class SelfAttention(nnx.Module):
             bias_parameter(has_bias, *shape) for shape in ((H, K), (G, K), (G, K))
         )
         self.output_bias_D = bias_parameter(config.attention_output_bias, D)
+        has_norm, is_per_head = config.qk_norm != "none", config.qk_norm == "head"
         self.query_norm, self.key_norm = (
-            nnx.RMSNorm(K, epsilon=config.norm_epsilon, rngs=rngs) if config.qk_norm == "head" else None for _ in "qk"
+            nnx.RMSNorm(size, epsilon=config.norm_epsilon, rngs=rngs) if has_norm else None
+            for size in ((K, K) if is_per_head else (H * K, G * K))
         )
         # A separate random stream, so that all other parameters are initialised identically for every method.
         score_rngs = nnx.Rngs(rngs.params())
         self.bias = None if config.bias.shared_by_layers else config.bias.build(H, K, score_rngs)
         has_bias = config.bias.shared_by_layers or self.bias is not None
         self.processor = config.processor.build(H, has_bias=has_bias, dtype=config.compute_dtype, rngs=score_rngs)
-        self.rotary = config.rotary
-        self.mask = Mask(config.causal, config.window)
-        self.attention = config.attention
+        self.kinds, self.alternate_layers = config.layer_kinds, config.alternate_layers
+        self.score_cap, self.attention = config.score_cap, config.attention
+
+    def of_kind(self, function: Callable[..., Any], layer: Int[Array, ""] | int, *args: Any) -> Any:
+        """Return `function(kind, *args)` for the kind of a layer. If its number is traced, both kinds are compiled."""
+        if len(self.kinds) == 1 or isinstance(layer, int):
+            return function(self.kinds[len(self.kinds) > 1 and layer in self.alternate_layers], *args)
+        is_alternate = (layer == np.array(self.alternate_layers)).any()
+        first, alternate = (functools.partial(function, kind) for kind in self.kinds)
+        return jax.lax.cond(is_alternate, alternate, first, *args)
 
     def project(
-        self, x_BTD: Float[Array, "B T D"], pos: Int[Array, "T"] | Int[Array, "B T"]
+        self,
+        x_BTD: Float[Array, "B T D"],
+        pos: Int[Array, "T"] | Int[Array, "B T"],
+        layer: Int[Array, ""] | int = 0,
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
         """Return queries and keys, normalised (if the model does this) and rotated, and values."""
         q_BTHK = linear("BTD,DHK->BTHK", x_BTD, self.query_DHK, self.query_bias_HK)
@@ -310,9 +369,11 @@ class SelfAttention(nnx.Module):
         v_BTGK = linear("BTD,DGK->BTGK", x_BTD, self.value_DGK, self.value_bias_GK)
         if self.query_norm is not None and self.key_norm is not None:
             q_BTHK, k_BTGK = (
-                norm(x).astype(x.dtype) for norm, x in ((self.query_norm, q_BTHK), (self.key_norm, k_BTGK))
+                norm(x.reshape(*x.shape[:2], -1, norm.num_features)).reshape(x.shape).astype(x.dtype)
+                for norm, x in ((self.query_norm, q_BTHK), (self.key_norm, k_BTGK))
             )
-        return self.rotary(q_BTHK, pos), self.rotary(k_BTGK, pos), v_BTGK
+        q_BTHK, k_BTGK = self.of_kind(lambda kind, *x: [kind.rotary(each, pos) for each in x], layer, q_BTHK, k_BTGK)
+        return q_BTHK, k_BTGK, v_BTGK
 
     def __call__(
         self,
@@ -327,12 +388,15 @@ class SelfAttention(nnx.Module):
         Returns:
             The update of the rows of the residual stream that are computed, and the updated cache.
         """
-        q_BTHK, k_BSGK, v_BSGK = self.project(x_BTD, places.pos)
+        q_BTHK, k_BSGK, v_BSGK = self.project(x_BTD, places.pos, layer)
         q_BTHK = places.rows(q_BTHK)
-        score_mod = ScoreMod(shared_bias if self.bias is None else self.bias, self.processor)
+        score_mod = ScoreMod(shared_bias if self.bias is None else self.bias, self.processor, cap=self.score_cap)
         if cache is None:
-            where = places.given_S, places.starts_BS
-            out_BTHK = attend_on_mesh(self.attention, q_BTHK, k_BSGK, v_BSGK, score_mod, self.mask, *where)
+
+            def attend(kind: LayerKind, q: Array, k: Array, v: Array) -> Float[Array, "B _ H K"]:
+                where = places.given_S, places.starts_BS
+                return attend_on_mesh(self.attention, q, k, v, score_mod, kind.mask, *where)
+
         else:
             corner = (layer, 0, places.pos[0], 0, 0)
             cache = Cache(
@@ -341,9 +405,13 @@ class SelfAttention(nnx.Module):
             )
             k_BSGK, v_BSGK = cache.k_LBSGK[layer], cache.v_LBSGK[layer]
             positions = Positions(places.pos, jnp.arange(k_BSGK.shape[1]))
-            mask = dataclasses.replace(self.mask, row_stride=None)  # rows are anywhere in the cache
             attention = Auto() if isinstance(self.attention, Fused) else self.attention
-            out_BTHK = attention.attend_rows(q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask)
+
+            def attend(kind: LayerKind, q: Array, k: Array, v: Array) -> Float[Array, "B _ H K"]:
+                mask = dataclasses.replace(kind.mask, row_stride=None)  # rows are anywhere in the cache
+                return attention.attend_rows(q, k, v, positions, score_mod, mask)
+
+        out_BTHK = self.of_kind(attend, layer, q_BTHK, k_BSGK, v_BSGK)
         return linear("BTHK,HKD->BTD", out_BTHK, self.output_HKD, self.output_bias_D), cache
 
 
@@ -375,6 +443,8 @@ class Block(nnx.Module):
 
     x + f(norm(x))                                attention, then the MLP
     norm(x + f(x))                                the same, without `norm_first`
+    x + norm'(f(norm(x)))                         `branch_norm`
+    x + norm(f(x))                                `branch_norm` without `norm_first`
     x + attention(norm(x)) + mlp(norm'(x))        `parallel_residual`
     """
 
@@ -383,8 +453,12 @@ class Block(nnx.Module):
         self.attention = SelfAttention(config, rngs=rngs)
         self.mlp_norm = make_norm(config, rngs)
         self.mlp = MLP(config, rngs=rngs)
+        self.attention_branch_norm, self.mlp_branch_norm = (
+            make_norm(config, rngs) if config.branch_norm and config.norm_first else None for _ in range(2)
+        )
         self.dropout = nnx.Dropout(config.dropout)
         self.norm_first, self.parallel_residual = config.norm_first, config.parallel_residual
+        self.branch_norm = config.branch_norm
         self.dtype = config.compute_dtype
 
     def __call__(
@@ -399,19 +473,22 @@ class Block(nnx.Module):
         """Apply the layer to the residual stream, which is float32; return the rows computed and the updated cache."""
         keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
 
-        def branch_input(norm: Norm, x_BTD: Float[Array, "B _ D"]) -> Float[Array, "B _ D"]:
-            return (norm(x_BTD) if self.norm_first else x_BTD).astype(self.dtype)
-
         def add(norm: Norm, x_BTD: Array, update_BTD: Array, key: Array | None) -> Float[Array, "B _ D"]:
+            if self.branch_norm:
+                update_BTD = norm(update_BTD.astype(x_BTD.dtype))
             x_BTD += self.dropout(update_BTD, deterministic=key is None, rngs=key).astype(x_BTD.dtype)
-            return x_BTD if self.norm_first else norm(x_BTD)
+            return x_BTD if self.norm_first or self.branch_norm else norm(x_BTD)
 
-        attention_input_BTD = branch_input(self.attention_norm, x_BTD)
+        attention_input_BTD = self.branch_input(self.attention_norm, x_BTD)
         attended_BTD, cache = self.attention(attention_input_BTD, places, shared_bias, cache, layer)
         x_BTD = places.rows(x_BTD)
-        added_BTD = add(self.attention_norm, x_BTD, attended_BTD, keys[0])
-        mlp_input_BTD = branch_input(self.mlp_norm, x_BTD if self.parallel_residual else added_BTD)
-        return add(self.mlp_norm, added_BTD, self.mlp(mlp_input_BTD), keys[1]), cache
+        added_BTD = add(self.attention_branch_norm or self.attention_norm, x_BTD, attended_BTD, keys[0])
+        mlp_input_BTD = self.branch_input(self.mlp_norm, x_BTD if self.parallel_residual else added_BTD)
+        return add(self.mlp_branch_norm or self.mlp_norm, added_BTD, self.mlp(mlp_input_BTD), keys[1]), cache
+
+    def branch_input(self, norm: Norm, x_BTD: Float[Array, "B _ D"]) -> Float[Array, "B _ D"]:
+        """Return the input of attention or of the MLP, in the compute dtype."""
+        return (norm(x_BTD) if self.norm_first else x_BTD).astype(self.dtype)
 
 
 class Transformer(nnx.Module):
@@ -433,7 +510,7 @@ class Transformer(nnx.Module):
             return Block(config, rngs=rngs)
 
         self.layers = make_layers(rngs)
-        self.norm = make_norm(config, rngs) if config.norm_first else None
+        self.norm = make_norm(config, rngs) if config.norm_first or config.branch_norm else None
         is_tied, draw = config.tied_embeddings, initializer(config, D)
         self.unembedding_DV = None if is_tied else token_table(config, draw(rngs.params(), (D, V)), 1)
         self.output_bias_V = bias_parameter(config.output_bias, config.padded(V))
@@ -467,7 +544,7 @@ class Transformer(nnx.Module):
                 its features are those of the document alone. Needs `pos_T` None.
         """
         require(pos_T is None or segment_ids is None, "pos_T", "given", "must be None with segment_ids")
-        reason = self.config.rotary.why_not_cached
+        reason = why_not_stable(self.config)
         require(segment_ids is None or reason is None, "segment_ids", "given", f"must be None: {reason}")
 
         length, num_layers = tokens_BT.shape[1], self.config.num_layers
@@ -479,20 +556,25 @@ class Transformer(nnx.Module):
         places = Places(pos, pos_T, starts_BT)
         x_BTD = self._scaled(embed(self.embedding_VD[...], stripe(tokens_BT, 1)))
 
-        def layer(x_BTD: Array, block_and_key: tuple[Block, Array | None]) -> tuple[Float[Array, "B T D"], None]:
-            block, key = block_and_key
-            return constrain(block(x_BTD, places, self.shared_bias, dropout_key=key)[0], "BTD"), None
+        def layer(
+            x_BTD: Array, block_number_key: tuple[Block, Array | None, Array | None]
+        ) -> tuple[Float[Array, "B T D"], None]:
+            block, number, key = block_number_key
+            number = 0 if number is None else number
+            return constrain(block(x_BTD, places, self.shared_bias, layer=number, dropout_key=key)[0], "BTD"), None
 
         if REMAT[self.config.remat] is not None:
             layer = jax.checkpoint(layer, policy=REMAT[self.config.remat], prevent_cse=False)
         keys = None if dropout_key is None else jax.random.split(dropout_key, num_layers)
         if num_rows >= length:
-            x_BTD, _ = jax.lax.scan(layer, x_BTD, (self.layers, keys))
+            numbers = jnp.arange(num_layers) if self.config.alternate_layers else None
+            x_BTD, _ = jax.lax.scan(layer, x_BTD, (self.layers, numbers, keys))
         else:
             assert dropout_key is None
             # Blocks are taken out of the stack one at a time: a slice with all but the last would be a copy.
-            x_BTD, _ = jax.lax.scan(lambda x, i: layer(x, (self.block(i), None)), x_BTD, jnp.arange(num_layers - 1))
-            x_BTD, _ = self.block(num_layers - 1)(x_BTD, places._replace(num_rows=num_rows), self.shared_bias)
+            x_BTD, _ = jax.lax.scan(lambda x, i: layer(x, (self.block(i), i, None)), x_BTD, jnp.arange(num_layers - 1))
+            last, places = num_layers - 1, places._replace(num_rows=num_rows)
+            x_BTD, _ = self.block(last)(x_BTD, places, self.shared_bias, layer=last)
         return constrain(unstripe(self._normed(x_BTD), 1), "BTD")[:, -num_last:]
 
     def block(self, number: Int[Array, ""] | int) -> Block:
@@ -539,7 +621,9 @@ class Transformer(nnx.Module):
         """Return the logits of features, float32 (float64 if the compute dtype is)."""
         x_BTD = x_BTD.astype(self.config.compute_dtype)
         dtype = jnp.promote_types(x_BTD.dtype, jnp.float32)
-        logits_BTV = linear("BTD,DV->BTV", x_BTD, self.output_DV, self.output_bias_V, dtype)
+        logits_BTV = soft_cap(linear("BTD,DV->BTV", x_BTD, self.output_DV, None, dtype), self.config.logit_cap)
+        if self.output_bias_V is not None:
+            logits_BTV += self.output_bias_V[None, None].astype(logits_BTV.dtype)
         return logits_BTV[..., : self.config.num_outputs]
 
     def __call__(
@@ -559,10 +643,12 @@ def attention_of(
     device_kind: str | None = None,
     row_stride: int = 1,
     has_segments: bool = False,
+    kind: int = 0,
 ) -> Implementation:
     """Return the implementation of a model's self-attention: `config.attention`, or the choice of `Auto`.
 
-    `row_stride` is the number of devices that share the rows: mesh.context x mesh.tensor.
+    `row_stride` is the number of devices that share the rows: mesh.context x mesh.tensor. `kind` is an index into
+    `config.layer_kinds`.
 
     Raises:
         InputError: the model uses `Fused`, and no kernel supports it.
@@ -572,12 +658,13 @@ def attention_of(
         return attention
     model = nnx.merge(*model_structure(config))
     layer = model.layers.attention
-    score_mod = ScoreMod(model.shared_bias if layer.bias is None else layer.bias, layer.processor)
+    bias = model.shared_bias if layer.bias is None else layer.bias
+    score_mod = ScoreMod(bias, layer.processor, cap=config.score_cap)
     q_BTHK, k_BSGK = (
         jax.ShapeDtypeStruct((1, rows, heads, config.head_dim), config.compute_dtype)
         for rows, heads in ((length // row_stride, config.num_heads), (length, config.num_kv_heads))
     )
-    args = q_BTHK, k_BSGK, score_mod, Mask(config.causal, config.window, row_stride)
+    args = q_BTHK, k_BSGK, score_mod, dataclasses.replace(config.layer_kinds[kind].mask, row_stride=row_stride)
     options: dict[str, Any] = {"has_segments": has_segments, "device_kind": device_kind}
     if isinstance(attention, Auto):
         return attention.choose(*args, **options, platform=platform)

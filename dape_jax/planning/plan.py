@@ -239,7 +239,10 @@ def executed_of(run: RunConfig, mesh: Mesh, hardware: Slice) -> int:
     chunk_tokens = train.batch_size * train.train_length // (batch_parts * sizes["context"] * train.accumulation_steps)
     is_packed = run.data.packing == "documents"
     kind = hardware.chip.device_kinds[0]
-    attention = attention_of(run.model, train.train_length, "tpu", kind, row_parts, is_packed)
+    place = "tpu", kind, row_parts, is_packed
+    attention, *others = (
+        attention_of(run.model, train.train_length, *place, kind=number) for number in range(len(run.model.layer_kinds))
+    )
     return executed_flops(
         dataclasses.replace(run.model, attention=attention),
         train.train_length,
@@ -248,6 +251,7 @@ def executed_of(run: RunConfig, mesh: Mesh, hardware: Slice) -> int:
         batch_parts=batch_parts,
         accumulation_steps=train.accumulation_steps,
         chunked_unembedding=chunk_tokens > train.logits_chunk_tokens,
+        alternate_attention=others[0] if others else None,
     ).total
 
 

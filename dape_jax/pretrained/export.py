@@ -29,8 +29,8 @@ MODELING_FILE = "modeling_dape.py"
 DTYPES = ("float32", "bfloat16", "float16")
 # Values of fields of the `model` section that modeling_dape.py has; it cannot be imported without PyTorch.
 EXPORTED: dict[tuple[str, ...], tuple[Any, ...]] = {
-    ("norm_first",): (True,),
     ("rotary", "name"): ("none", "rope", "pi", "ntk", "yarn", "llama3"),
+    ("alternate_rotary", "name"): ("none", "rope", "pi", "ntk", "yarn", "llama3"),
     ("bias", "name"): ("nope", "alibi", "kerple", "t5", "fire"),
     ("processor", "name"): ("none", "dape"),
     ("processor", "edge"): ("prefix",),
@@ -59,7 +59,7 @@ def export_run(workdir: epath.PathLike, output: Path, *, step: str = "newest", d
     for path, allowed in EXPORTED.items():
         value: Any = resolved(trained.run)["model"]
         for name in path:
-            value = value.get(name, allowed[0])  # a processor without DAPE has no edge
+            value = (value or {}).get(name, allowed[0])  # a processor without DAPE has no edge
         require(value in allowed, f"model.{'.'.join(path)}", value, f"must be one of {list(allowed)} to be exported")
     tokenizer, conventions = saved_tokenizer(workdir), saved_conventions(workdir)
     _, params = restore(trained)

@@ -33,6 +33,7 @@ IGNORED = (
         "hidden_dropout_prob",
         "is_llama_config",
         "transformers.js_config",
+        "cache_implementation",
     ),
 )
 # Fields whose default in transformers, which our models have, is neither null nor false nor empty.
@@ -267,7 +268,8 @@ class Tensors(dict[str, Tensor]):
     def norm(self, ours: str, theirs: str | None, *, bias: bool = False, size: str = "D", offset: float = 0.0) -> None:
         """Add the scale of a norm, to which `offset` is added, and its bias; constants if `theirs` is None."""
         weight, shift = (None, None) if theirs is None else (f"{theirs}.weight", f"{theirs}.bias")
-        self[f"{ours}/scale"] = Tensor(weight, self._dims(size), lambda x: x + offset if offset else x)
+        shape = (math.prod(self._dims(size)),)
+        self[f"{ours}/scale"] = Tensor(weight, shape, lambda x: np.asarray(x, np.float32) + offset if offset else x)
         if bias:
             self[f"{ours}/bias"] = Tensor(shift, self._dims(size))
 
@@ -325,13 +327,13 @@ def _mistral(fields: Fields) -> Family:
 
 def _qwen2(fields: Fields) -> Family:
     """Map Qwen2 and Qwen2.5: biases of queries, keys and values."""
-    options = {"projection_bias": True, "window": _window_of_layers(fields)}
+    options = {"projection_bias": True, **_qwen_windows(fields)}
     return _decoder(fields, options, num_kv_heads=32, max_length=32_768)
 
 
 def _qwen3(fields: Fields) -> Family:
     """Map Qwen3: norms of each head's queries and keys."""
-    options = {"qk_norm": "head", "window": _window_of_layers(fields), **_biases(fields)}
+    options = {"qk_norm": "head", **_qwen_windows(fields), **_biases(fields)}
     return _decoder(fields, options, num_kv_heads=32, head_dim=128, max_length=32_768)
 
 
@@ -411,35 +413,97 @@ def _olmo(fields: Fields) -> Family:
     return family
 
 
+def _smollm3(fields: Fields) -> Family:
+    """Map SmolLM3: no rotary embedding in every fourth layer, which may have a window."""
+    num_layers, interval = fields.take("num_hidden_layers", int), fields.take("no_rope_layer_interval", int, 4)
+    fields.check(interval > 0, "no_rope_layer_interval", "must be positive")
+    has_rope = fields.optional("no_rope_layers", list)
+    if has_rope is None:
+        has_rope = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    are_flags = len(has_rope) >= num_layers and all(each in (0, 1) for each in has_rope)
+    fields.check(are_flags, "no_rope_layers", f"must be 0 or 1 for each of {num_layers} layers")
+    layers = [layer for layer in range(num_layers) if not has_rope[layer]]
+    window = fields.optional("sliding_window", int)
+    window = window if fields.take("use_sliding_window", bool, False) else None
+    windows = _windows(fields, window, lambda layer: window is not None and layer in layers)
+    found = windows["alternate_layers"] if "alternate_layers" in windows else []
+    are_same = window is None or found == layers
+    fields.check(are_same, "layer_types", f"must be {SLIDING} in the layers without rotary embedding")
+    options = {"alternate_layers": layers, "alternate_window": window, "alternate_rotary": {"name": "none"}}
+    options = (options if layers else {}) | _biases(fields) | {"mlp_bias": fields.take("mlp_bias", bool, False)}
+    options |= {"tied_embeddings": True}
+    return _decoder(fields, options, num_kv_heads=4, max_length=32_768, base=2e6)
+
+
+def _olmo2(fields: Fields) -> Family:
+    """Map OLMo 2: norms of the outputs of attention and MLP, and of all queries and keys of a token."""
+    options = {"norm_first": False, "branch_norm": True, "qk_norm": "projection", **_biases(fields)}
+    options |= {"norm_epsilon": fields.take("rms_norm_eps", float, 1e-5)}
+    names = {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
+    if fields.take("model_type", str) == "olmo3":
+        options |= _windows(fields, fields.optional("sliding_window", int, 4096), lambda layer: (layer + 1) % 4 != 0)
+        max_length = fields.take("max_position_embeddings", int, 2048)
+        options |= _rotary_of_types(fields, options, max_length, 500_000.0, 500_000.0)
+    return _decoder(fields, options, max_length=2048, names=names)
+
+
 def _biases(fields: Fields) -> dict[str, bool]:
     """Return the options for `attention_bias`."""
     has_bias = fields.take("attention_bias", bool, False)
     return {"projection_bias": has_bias, "attention_output_bias": has_bias}
 
 
-def _window_of_layers(fields: Fields) -> int | None:
-    """Return the window of Qwen's models, which must be in all layers or in none."""
-    window, num_layers = fields.optional("sliding_window", int, missing=4096), fields.take("num_hidden_layers", int)
-    if not fields.take("use_sliding_window", bool, False):
-        window = None
+def _qwen_windows(fields: Fields) -> dict[str, Any]:
+    """Return the options for the windows of Qwen's models."""
+    window = fields.optional("sliding_window", int, missing=4096)
+    window = window if fields.take("use_sliding_window", bool, False) else None
     first = fields.take("max_window_layers", int, 28)  # layers before this one have no window
+    return _windows(fields, window, lambda layer: window is not None and layer >= first)
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def _windows(fields: Fields, window: int | None, has_window: Callable[[int], bool]) -> dict[str, Any]:
+    """Return the options for `layer_types`; without this field, `has_window` says which layers have the window."""
+    num_layers = fields.take("num_hidden_layers", int)
     types = fields.optional("layer_types", list)
     if types is None:
-        is_uniform, is_window = window is None or not 0 < first < num_layers, window is not None and first <= 0
-        fields.check(is_uniform, "max_window_layers", f"must be 0, or at least num_hidden_layers = {num_layers}")
-    else:
-        is_window = all(kind == "sliding_attention" for kind in types)
-        is_uniform = len(types) == num_layers and (
-            window is not None if is_window else all(kind == "full_attention" for kind in types)
-        )
-        allowed = "must be full_attention for all layers, or sliding_attention for all and use_sliding_window"
-        fields.check(is_uniform, "layer_types", allowed)
-    return window if is_window else None
+        types = [SLIDING if has_window(layer) else FULL for layer in range(num_layers)]
+    are_types = len(types) == num_layers and all(kind in (FULL, SLIDING) for kind in types)
+    fields.check(are_types, "layer_types", f"must be {FULL} or {SLIDING} for each of {num_layers} layers")
+    layers = [layer for layer, kind in enumerate(types) if kind == SLIDING]
+    fields.check(not layers or window is not None, "sliding_window", f"must be given with {SLIDING} in layer_types")
+    if len(layers) in (0, num_layers):
+        return {"window": window if layers else None}
+    return {"alternate_layers": layers, "alternate_window": window}
+
+
+def _rotary_of_types(
+    fields: Fields, options: dict[str, Any], max_length: int, base: float, local_base: float
+) -> dict[str, Any]:
+    """Return the options for the rotary embeddings of layers without and with a window, for `_windows`' options.
+
+    In the fields of transformers 4, `rope_scaling` is only of layers without a window.
+    """
+    new = fields.optional("rope_parameters", dict)
+    fields.check(new is None or set(new) <= {FULL, SLIDING}, "rope_parameters", f"must have {FULL} and {SLIDING}")
+    rotary = {}
+    for kind, default in ((FULL, base), (SLIDING, local_base)):
+        changes = {} if new is None else {"rope_parameters": new[kind] if kind in new else {}}
+        if new is None and kind == SLIDING:
+            changes = {"rope_scaling": None, "rope_theta": None}
+        of_kind = Fields(fields.config | changes)
+        rotary[kind] = _rotary(of_kind, max_length, default)
+        fields.read |= of_kind.read
+    if "alternate_layers" in options:
+        return {"rotary": rotary[FULL], "alternate_rotary": rotary[SLIDING]}
+    return {"rotary": rotary[FULL if options["window"] is None else SLIDING]}
 
 
 LAYER_NORM = {"norm": "layer_norm"}
 NAMES = {"output": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
-NAMES |= {"mlp_norm": "post_attention_layernorm", "norm": "model.norm"}
+NAMES |= {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "norm": "model.norm"}
 
 
 def _decoder(
@@ -450,6 +514,7 @@ def _decoder(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     activation: str = "silu",
+    base: float = 10_000.0,
     fraction: float | None = None,
     norm_offset: float = 0.0,
     names: dict[str, str] | None = None,
@@ -463,6 +528,7 @@ def _decoder(
         num_kv_heads: default of the config.
         head_dim: default of the config.
         activation: default of the config, in transformers' names.
+        base: default of the config, of the rotary embedding.
         fraction: default share of a head's dims that are rotated; None: all dims, in all models of the family.
         norm_offset: number that is added to the scale of norms.
         names: names of tensors that differ from `NAMES`.
@@ -490,23 +556,27 @@ def _decoder(
         **sizes,
         "num_kv_heads": G,
         "head_dim": K,
-        "rotary": _rotary(fields, max_length, fraction=share),
     }
+    if "rotary" not in options:
+        model["rotary"] = _rotary(fields, max_length, base, share)
     tensors, layer = Tensors(D=D, H=H, G=G, K=K, F=F, V=V), "model.layers.{layer}."
     tensors["embedding_VD"] = Tensor("model.embed_tokens.weight", (V, D))
     for ours, theirs in (("query_DHK", "q_proj"), ("key_DGK", "k_proj"), ("value_DGK", "v_proj")):
         tensors.linear(f"layers/attention/{ours}", f"{layer}self_attn.{theirs}", bias=model["projection_bias"])
     has_bias = model["attention_output_bias"]
     tensors.linear("layers/attention/output_HKD", f"{layer}{names['output']}", bias=has_bias, inputs=2)
-    if model["qk_norm"] == "head":
-        for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
-            tensors.norm(f"layers/attention/{ours}", f"{layer}self_attn.{theirs}", size="K")
+    if model["qk_norm"] != "none":
+        for name, heads in (("query", "H"), ("key", "G")):
+            size = "K" if model["qk_norm"] == "head" else f"{heads}K"
+            theirs = f"{layer}self_attn.{name[0]}_norm"
+            tensors.norm(f"layers/attention/{name}_norm", theirs, size=size, offset=norm_offset)
     maps = {"gate_DF": "gate", "up_DF": "up", "down_FD": "down"}
     for ours in [*maps][0 if model["gated_mlp"] else 1 :]:
         tensors.linear(f"layers/mlp/{ours}", f"{layer}{names[maps[ours]]}", bias=model["mlp_bias"])
-    norms = {"layers/attention_norm": f"{layer}input_layernorm", "layers/mlp_norm": f"{layer}{names['mlp_norm']}"}
-    for ours, theirs in (norms | {"norm": names["norm"]}).items():
-        tensors.norm(ours, theirs, bias=is_centered, offset=norm_offset)
+    for name in ("attention_norm", "mlp_norm", "attention_branch_norm", "mlp_branch_norm"):
+        if name in names:
+            tensors.norm(f"layers/{name}", f"{layer}{names[name]}", bias=is_centered, offset=norm_offset)
+    tensors.norm("norm", names["norm"], bias=is_centered, offset=norm_offset)
     if not model["tied_embeddings"]:
         tensors.linear("unembedding_DV", "lm_head", bias=False)
     if model["output_bias"]:
@@ -514,16 +584,19 @@ def _decoder(
     return Family(model, max_length, tensors)
 
 
+# Fields of the `model` section that older exports do not have.
+NEWER = ("qk_norm", "branch_norm", "score_cap", "logit_cap", "alternate_layers", "alternate_window", "alternate_rotary")
+
+
 def _dape(fields: Fields) -> Family:
     """Map an exported run: fields and tensors have our names, and each layer has its own tensors."""
     model: dict[str, Any] = {
-        field.name: None for field in dataclasses.fields(TransformerConfig) if field.name not in NOT_EXPORTED
+        field.name: field.default for field in dataclasses.fields(TransformerConfig) if field.name not in NOT_EXPORTED
     }
     for name in model:
-        is_there = name in fields.config
-        fields.check(is_there or name == "qk_norm", name, "is missing")  # older exports have no qk_norm
-        model[name] = fields.config[name] if is_there else GPT_NEOX[name]
+        fields.check(name in fields.config or name in NEWER, name, "is missing")
         fields.read.add(name)
+    model |= {name: fields.config[name] for name in model if name in fields.config}
     tied = fields.take("tie_word_embeddings", bool, False)  # written by transformers; our field is tied_embeddings
     fields.check(not tied, "tie_word_embeddings", "must be False; tied_embeddings is this model's field")
     model |= {"num_outputs": model["vocab_size"], "dropout": 0.0, "initializer": GPT_NEOX["initializer"]}
@@ -549,5 +622,8 @@ FAMILIES = {
     "stablelm": _stablelm,
     "starcoder2": _starcoder2,
     "olmo": _olmo,
+    "smollm3": _smollm3,
+    "olmo2": _olmo2,
+    "olmo3": _olmo2,
     "dape": _dape,
 }

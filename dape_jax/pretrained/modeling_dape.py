@@ -63,19 +63,25 @@ DEFAULTS: dict[str, Any] = {
     "processor": {"name": "none"},
     "causal": True,
     "window": None,
+    "alternate_layers": (),  # numbers of the layers that have the next two in place of window and rotary
+    "alternate_window": None,
+    "alternate_rotary": None,  # rotary
     "norm_first": True,
+    "branch_norm": False,
     "parallel_residual": False,
     "norm": "layer_norm",
     "norm_epsilon": 1e-5,
     "activation": "gelu",
     "gated_mlp": False,
     "qk_norm": "none",
+    "score_cap": None,
     "projection_bias": True,
     "attention_output_bias": True,
     "mlp_bias": True,
     "scale_embedding": False,
     "tied_embeddings": False,
     "output_bias": False,
+    "logit_cap": None,
     "max_position_embeddings": 512,  # the train length
     "use_cache": True,
 }
@@ -116,12 +122,12 @@ class DapeConfig(PretrainedConfig):
         self.mlp_width = 4 * self.width if self.mlp_width is None else self.mlp_width
         _one_of("norm", self.norm, ("layer_norm", "rms_norm"))
         _one_of("activation", self.activation, ACTIVATIONS)
-        _one_of("qk_norm", self.qk_norm, ("none", "head"))
-        _one_of("rotary", self.rotary["name"], ("none", "rope", "pi", "ntk", "yarn", "llama3"))
+        _one_of("qk_norm", self.qk_norm, ("none", "head", "projection"))
+        for name, rotary in (("rotary", self.rotary), ("alternate_rotary", self.alternate_rotary or self.rotary)):
+            _one_of(name, rotary["name"], ("none", "rope", "pi", "ntk", "yarn", "llama3"))
         _one_of("bias", self.bias["name"], ("nope", *BIASES))
         _one_of("processor", self.processor["name"], ("none", "dape"))
         _one_of("causal", self.causal, (True,))
-        _one_of("norm_first", self.norm_first, (True,))
         divides = self.num_heads % self.num_kv_heads == 0
         _require(divides, "num_kv_heads", self.num_kv_heads, f"must divide num_heads = {self.num_heads}")
         fields["tie_word_embeddings"] = False  # a tied model uses the table twice and has no second parameter to tie
@@ -440,6 +446,7 @@ def attend(
     bias: Bias | None = None,
     processor: Dape | None = None,
     window: int | None = None,
+    cap: float | None = None,
     block_size: int | None = None,
 ) -> Tensor:
     """Attend query rows, the last positions of the keys: softmax(processor(Q K^T / sqrt(K), bias, causal mask)) V.
@@ -455,6 +462,7 @@ def attend(
         bias: position bias, or None.
         processor: processor of the scores; None for scores + bias.
         window: a query sees keys at a distance below this, or None for all.
+        cap: c in c tanh(scores / c), which replaces the scaled scores before bias and processor; None for no cap.
         block_size: rows in a block; None for as many as `BLOCK_BYTES` allows.
 
     Returns:
@@ -479,7 +487,8 @@ def attend(
         first = 0 if window is None else max(0, num_past + start - window + 1 - halo)
         rows, keys = slice(start, stop), slice(first, num_past + stop)
         q_pos_BT = pos_BS[:, num_past + start : num_past + stop]
-        args = q_BTHK[:, rows], k_BSGK[:, keys], v_BSGK[:, keys], q_pos_BT, pos_BS[:, keys], bias, processor, window
+        arrays = q_BTHK[:, rows], k_BSGK[:, keys], v_BSGK[:, keys], q_pos_BT, pos_BS[:, keys]
+        args = *arrays, bias, processor, window, cap
         if size >= num_rows or not torch.is_grad_enabled():
             return _attend_rows(*args)
         return checkpoint(_attend_rows, *args, use_reentrant=False, preserve_rng_state=False)
@@ -498,6 +507,7 @@ def _attend_rows(
     bias: Bias | None,
     processor: Dape | None,
     window: int | None,
+    cap: float | None,
 ) -> Tensor:
     """Return `attend` of all rows at once."""
     dtype = torch.promote_types(q_BTHK.dtype, torch.float32)
@@ -511,6 +521,8 @@ def _attend_rows(
         q_BGRTK = q_BTHK.to(dtype).movedim(2, 1).reshape(batch, groups, heads // groups, num_rows, head_dim)
         scores_BGRTS = q_BGRTK @ k_BSGK.to(dtype).permute(0, 2, 3, 1)[:, :, None]
         scores_BHTS = scores_BGRTS.reshape(batch, heads, num_rows, num_keys) * head_dim**-0.5
+        if cap is not None:
+            scores_BHTS = cap * torch.tanh(scores_BHTS / cap)
         bias_BHTS = None if bias is None else bias(q_pos_BT, k_pos_BS, dtype)
         if processor is not None:
             scores_BHTS = processor(scores_BHTS, bias_BHTS, mask_BTS, is_key_BS)
@@ -591,9 +603,12 @@ class SelfAttention(nn.Module):
         self.output_bias_D = _zeros(config.attention_output_bias, D)
         self.bias = None if config.bias["name"] in SHARED_BY_LAYERS else make_bias(config.bias, H, K)
         self.processor = make_processor(config.processor, H, config.bias["name"] != "nope")
-        has_norm, epsilon = config.qk_norm == "head", config.norm_epsilon
-        self.query_norm, self.key_norm = (Norm(K, epsilon, False) if has_norm else None for _ in "qk")
-        self.rotary, self.window, self.layer = config.rotary, config.window, layer
+        sizes = {"none": (0, 0), "head": (K, K), "projection": (H * K, G * K)}[config.qk_norm]
+        self.query_norm, self.key_norm = (Norm(n, config.norm_epsilon, False) if n else None for n in sizes)
+        is_alternate = layer in config.alternate_layers
+        self.rotary = (is_alternate and config.alternate_rotary) or config.rotary
+        self.window = config.alternate_window if is_alternate else config.window
+        self.cap, self.layer = config.score_cap, layer
 
     def forward(
         self,
@@ -616,8 +631,10 @@ class SelfAttention(nn.Module):
         k_BSGK = project("BTD,DHK->BTHK", x_BTD, self.key_DGK, self.key_bias_GK)
         v_BSGK = project("BTD,DHK->BTHK", x_BTD, self.value_DGK, self.value_bias_GK)
         if self.query_norm is not None and self.key_norm is not None:  # in float32
-            q_BTHK = self.query_norm(q_BTHK.to(x_BTD.dtype)).to(q_BTHK.dtype)
-            k_BSGK = self.key_norm(k_BSGK.to(x_BTD.dtype)).to(k_BSGK.dtype)
+            q_BTHK, k_BSGK = (
+                norm(x.to(x_BTD.dtype).reshape(*x.shape[:2], -1, len(norm.scale))).reshape(x.shape).to(x.dtype)
+                for norm, x in ((self.query_norm, q_BTHK), (self.key_norm, k_BSGK))
+            )
         q_pos_BT = pos_BS[:, -x_BTD.shape[1] :]
         q_BTHK, k_BSGK = (rotate(x, q_pos_BT, self.rotary) for x in (q_BTHK, k_BSGK))
         if cache is not None:  # the cache has heads before positions
@@ -625,7 +642,7 @@ class SelfAttention(nn.Module):
             num_keys = pos_BS.shape[1]  # a static cache is longer
             k_BSGK, v_BSGK = k_BGSK[:, :, :num_keys].movedim(1, 2), v_BGSK[:, :, :num_keys].movedim(1, 2)
         bias = shared_bias if self.bias is None else self.bias
-        options = {"bias": bias, "processor": self.processor, "window": self.window}
+        options = {"bias": bias, "processor": self.processor, "window": self.window, "cap": self.cap}
         if segments is None:
             out_BTHK = attend(q_BTHK, k_BSGK, v_BSGK, pos_BS, **options)
         else:
@@ -657,19 +674,35 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Block: y = x + attention(norm(x)), then y + mlp(norm(y)), or y + mlp(norm(x)) with parallel residuals."""
+    """Block: y = x + attention(norm(x)), then y + mlp(norm(y)), or y + mlp(norm(x)) with parallel residuals.
+
+    Without `norm_first` norm(x + f(x)); with `branch_norm` x + norm'(f(norm(x))); with it and without `norm_first`
+    x + norm(f(x)).
+    """
 
     def __init__(self, config: DapeConfig, layer: int):
         super().__init__()
         self.attention_norm, self.attention = make_norm(config), SelfAttention(config, layer)
         self.mlp_norm, self.mlp = make_norm(config), MLP(config)
+        has_both = config.norm_first and config.branch_norm
+        self.attention_branch_norm, self.mlp_branch_norm = (make_norm(config) if has_both else None for _ in range(2))
         self.parallel_residual = config.parallel_residual
+        self.norm_first, self.branch_norm = config.norm_first, config.branch_norm
 
     def forward(self, x_BTD: Tensor, *args: Any) -> Tensor:
         """Apply the layer to the residual stream; see `SelfAttention` for the arguments."""
-        added_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), *args).to(x_BTD.dtype)
+
+        def add(norm: Norm, x_BTD: Tensor, update_BTD: Tensor) -> Tensor:
+            update_BTD = update_BTD.to(x_BTD.dtype)
+            if self.branch_norm:
+                return x_BTD + norm(update_BTD)
+            return x_BTD + update_BTD if self.norm_first else norm(x_BTD + update_BTD)
+
+        attended_BTD = self.attention(self.attention_norm(x_BTD) if self.norm_first else x_BTD, *args)
+        added_BTD = add(self.attention_branch_norm or self.attention_norm, x_BTD, attended_BTD)
         mlp_input_BTD = x_BTD if self.parallel_residual else added_BTD
-        return added_BTD + self.mlp(self.mlp_norm(mlp_input_BTD)).to(x_BTD.dtype)
+        update_BTD = self.mlp(self.mlp_norm(mlp_input_BTD) if self.norm_first else mlp_input_BTD)
+        return add(self.mlp_branch_norm or self.mlp_norm, added_BTD, update_BTD)
 
 
 class DapeModel(PreTrainedModel):
@@ -693,7 +726,7 @@ class DapeModel(PreTrainedModel):
         is_shared = config.bias["name"] in SHARED_BY_LAYERS
         self.shared_bias = make_bias(config.bias, config.num_heads, config.head_dim) if is_shared else None
         self.layers = nn.ModuleList([Block(config, layer) for layer in range(config.num_layers)])
-        self.norm = make_norm(config)
+        self.norm = make_norm(config) if config.norm_first or config.branch_norm else None
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -795,7 +828,7 @@ class DapeModel(PreTrainedModel):
                 hidden_states.append(x_BTD)
             args = x_BTD, pos_BS, self.shared_bias, cache, segments
             x_BTD = checkpoint(block, *args, use_reentrant=False) if is_checkpointed else block(*args)
-        x_BTD = self.norm(x_BTD)
+        x_BTD = x_BTD if self.norm is None else self.norm(x_BTD)
         found = (*hidden_states, x_BTD) if output_hidden_states else None
         return x_BTD, {"hidden_states": found, CACHE: cache if use_cache else None}
 
@@ -878,6 +911,7 @@ class Head(nn.Module):
         super().__init__()
         table_VD = model.embedding_VD if model.unembedding_DV is None else model.unembedding_DV.T
         self._tables = table_VD, model.output_bias_V  # in a tuple, so that the model's parameters are not its own
+        self.cap = model.config.logit_cap
 
     @property
     def weight(self) -> Tensor:
@@ -892,6 +926,8 @@ class Head(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Return the logits, in the dtype of the input."""
         logits_BTV = project("BTD,VD->BTV", x_BTD, self.weight).to(x_BTD.dtype)
+        if self.cap is not None:
+            logits_BTV = self.cap * torch.tanh(logits_BTV / self.cap)
         return logits_BTV if self.bias is None else logits_BTV + self.bias.to(logits_BTV.dtype)
 
 

@@ -46,8 +46,8 @@ from dape_jax.model.attention import Blockwise, score
 from dape_jax.model.biases import Bias
 from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.processors import Plain, add_bias
-from dape_jax.model.scores import masked_softmax
-from dape_jax.model.transformer import Block, Params, Places, TransformerConfig, model_structure
+from dape_jax.model.scores import Scores, masked_softmax
+from dape_jax.model.transformer import Block, LayerKind, Params, Places, TransformerConfig, model_structure
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory, provenance
 
@@ -191,8 +191,8 @@ def project(
 ) -> tuple[Float[Array, "1 T H K"], Float[Array, "1 T G K"], Float[Array, "1 T D"]]:
     """Return the queries, the keys and the output of one layer."""
     (block, bias), pos_T = block_of(config, params, layer), jnp.arange(x_BTD.shape[1])
-    q_BTHK, k_BTGK, _ = block.attention.project(block.attention_norm(x_BTD).astype(block.dtype), pos_T)
-    return q_BTHK, k_BTGK, block(x_BTD, Places(pos_T), bias)[0]
+    q_BTHK, k_BTGK, _ = block.attention.project(block.branch_input(block.attention_norm, x_BTD), pos_T, layer)
+    return q_BTHK, k_BTGK, block(x_BTD, Places(pos_T), bias, layer=layer)[0]
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -207,7 +207,11 @@ def row_maps(
     """Return the maps of a block of rows (see the module's docstring) and the mask of visible pairs."""
     block, bias = block_of(config, params, layer)
     attention, pos_S = block.attention, jnp.arange(k_BSGK.shape[1])
-    scores_BHTS, bias_BHTS, mask_TS = score(q_BTHK, k_BSGK, q_pos_T, pos_S, bias=bias, window=attention.mask.window)
+
+    def score_of(kind: LayerKind) -> Scores:
+        return score(q_BTHK, k_BSGK, q_pos_T, pos_S, bias=bias, window=kind.mask.window, cap=config.score_cap)
+
+    scores_BHTS, bias_BHTS, mask_TS = attention.of_kind(score_of, layer)
     processed_BHTS = attention.processor(scores_BHTS, bias_BHTS, mask_TS)
     maps = {"scores": scores_BHTS}
     if bias_BHTS is not None:
