@@ -37,9 +37,7 @@ class Run:
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(4 // num_processes),
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",
             "JAX_COMPILATION_CACHE_DIR": str(root / "compiled"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
         }
         directory = workdir.parent if isinstance(workdir, Path) else root
         self.logs = [directory / f"{Path(str(workdir)).name}.{i}.log" for i in range(num_processes)]

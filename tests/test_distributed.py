@@ -312,8 +312,8 @@ def test_two_processes_stop_together_and_die_together(root, tmp_path):
     workdir = tmp_path / "run"
     endless = (
         "--config.train.num_steps=100000",
-        "--config.train.eval_interval=20",
-        "--config.train.checkpoint_interval=20",
+        "--config.train.eval_interval=4",
+        "--config.train.checkpoint_interval=4",
     )
     stopped_after = 0
     for sent in (signal.SIGTERM, signal.SIGUSR1):

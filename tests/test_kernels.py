@@ -336,19 +336,19 @@ def test_bfloat16_is_as_accurate_as_dense(case, implementation):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "num_rows"),
+    ("case", "num_rows", "block"),
     [
-        # Two blocks and two tiles: the interpreter is slow.
-        pytest.param(Case(heads=2, groups=1, length=152, row_stride=4), 38, id="every-fourth"),
-        pytest.param(Case(heads=2, groups=1, length=136), 136, id="all"),
-        pytest.param(Case(heads=2, groups=1, batch=2, length=136), 20, id="first"),  # rows end before the keys
-        pytest.param(Case(length=528, row_stride=16, phases=4), 33, id="four-phases", marks=pytest.mark.exhaustive),
-        pytest.param(Case(plain=True, heads=2, groups=1, length=136), 136, id="plain"),
+        # Two or three blocks, two tiles, few channels: the interpreter is slow.
+        pytest.param(Case(heads=2, groups=1, channels=3, length=152, row_stride=4), 38, 32, id="every-fourth"),
+        pytest.param(Case(heads=2, groups=1, channels=3, length=136), 136, 64, id="all"),
+        pytest.param(Case(heads=2, groups=1, batch=2, length=136), 20, 32, id="first"),  # rows end before the keys
+        pytest.param(Case(length=528, row_stride=16, phases=4), 33, 32, id="four-phases", marks=pytest.mark.exhaustive),
+        pytest.param(Case(plain=True, heads=2, groups=1, length=136), 136, 32, id="plain"),
     ],
 )
-def test_the_tpu_kernel_accesses_memory_correctly(case, num_rows, monkeypatch):
+def test_the_tpu_kernel_accesses_memory_correctly(case, num_rows, block, monkeypatch):
     """Run with NaNs in uninitialised memory, copies delayed to their waits, and detection of races."""
-    monkeypatch.setattr(tpu.tiling, "BLOCKS", (32,))
+    monkeypatch.setattr(tpu.tiling, "BLOCKS", (block,))
     monkeypatch.setattr(tpu.tiling, "PHASES", (case.phases,))
     careful = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, dma_execution_mode="on_wait")
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call

@@ -29,13 +29,14 @@ pytestmark = pytest.mark.extra
 LENGTH = 12
 NUM_TOKENS = 16  # drawn uniformly; one more starts every sequence
 MODEL = SPEC["model"] | {
+    "num_layers": 1,
     "width": 32,
     "num_heads": 16,  # the next token reaches a row as one number per head
     "vocab_size": NUM_TOKENS + 1,
     "processor": {"name": "dape", "kernel_width": 3, "channels": 32},
 }  # with Kerple, which initially weights near columns most, those that leak
 OPTIMIZER = OptimizerConfig(**SPEC["optimizer"] | {"final_fraction": 0.01, "weight_decay": 0.0})
-BATCH_SIZE = 64
+BATCH_SIZE = 32
 NUM_STEPS = 250
 IMPLEMENTATIONS = {"dense": Dense(), "blockwise": Blockwise(block_size=4, num_buckets=3)}
 
