@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -32,6 +33,7 @@ from dape_jax.evaluation.perplexity import evaluate
 from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.model.transformer import TransformerConfig, flat_params, model_structure
 from dape_jax.pretrained import load
+from dape_jax.pretrained.check import compare_logits
 from dape_jax.pretrained.export import export_run
 from dape_jax.pretrained.families import FAMILIES, family_of
 from dape_jax.pretrained.files import INDEX_FILE, find_source, open_source
@@ -545,6 +547,71 @@ def test_a_copy_of_tied_embeddings_and_old_buffers_are_ignored(directories, tmp_
     refused(directory, tmp_path, "lm_head.weight = 'tensor': must be a copy of the embedding")
 
 
+def stored(directory: Path, tensors: dict[str, np.ndarray], **changes: Any) -> Path:
+    """Replace the tensors, and fields of the config."""
+    safetensors.numpy.save_file(tensors, directory / WEIGHTS, {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    return directory
+
+
+@pytest.mark.parametrize(
+    "case", ["compiled", "without its head", "float64", "beside an index", "language_model.model."]
+)
+def test_other_ways_of_storing_give_the_same_model(case, directories, runs, tmp_path):
+    """Names of torch.compile, AutoModel and multimodal models; an index beside the file, which transformers ignores."""
+    directory = copied(directories("qwen2"), tmp_path)
+    tensors, changes = safetensors.numpy.load_file(directory / WEIGHTS), {}
+    assert all(name.startswith("model.") for name in tensors)
+    if case == "compiled":
+        tensors = {name.replace("layers.", "layers._orig_mod."): value for name, value in tensors.items()}
+    elif case == "without its head":
+        tensors = {name.removeprefix("model."): value for name, value in tensors.items()}
+    elif case == "float64":
+        tensors = {name: value.astype(np.float64) for name, value in tensors.items()}
+    elif case == "beside an index":
+        index({NAME: "b.safetensors"})(directory)
+    else:
+        tensors = {name.replace("model.", case, 1): value for name, value in tensors.items()}
+        tensors |= {"vision_tower.weight": np.ones(3, "f4"), "lm_head.weight": tensors[f"{case}embed_tokens.weight"]}
+        config = json.loads((directory / "config.json").read_text())
+        tied = config.pop("tie_word_embeddings")
+        changes = {"model_type": "llava", "text_config": config, "tie_word_embeddings": tied, "vision_config": {"a": 1}}
+    import_run(stored(directory, tensors, **changes), tmp_path / "run", tokenizer="bytes")
+    chex.assert_trees_all_equal(ours(tmp_path / "run"), ours(runs("qwen2")))
+    twice = {name.replace("layers.1", "layers._orig_mod.1"): value for name, value in tensors.items()} | tensors
+    if case == "compiled":
+        twice |= {name.replace("_orig_mod.", ""): value for name, value in tensors.items()}
+        refused(stored(directory, twice), tmp_path / "other", "must be stored once")
+
+
+@pytest.mark.hf
+@pytest.mark.extra
+def test_the_check_compares_with_transformers(directories, tmp_path, caplog):
+    """Check a model, a multimodal one, whose text model is read, and a model that is converted wrongly."""
+    caplog.set_level("INFO", "dape_jax")
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision |= {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4}
+    text = MODELS["llama3"][1] | SIZES | {"model_type": "llama"}
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=259)
+    transformers.LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "llava")
+    for number, directory in enumerate((directories("llama3"), tmp_path / "llava")):
+        import_run(directory, tmp_path / f"run{number}", tokenizer="bytes", check=True)
+        found = re.findall(r"difference from transformers \S+ is (\S+) in logits of up to (\S+)", caplog.text)
+        assert len(found) == number + 1
+        assert 0 < float(found[-1][0]) < 1e-4 * float(found[-1][1])
+    assert re.search(r"llava: \d+ tensors that are not of the text model are ignored", caplog.text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            load, "compare_logits", lambda source, params, *args: compare_logits(source, flipped(params), *args)
+        )
+        refused(
+            directories("llama3"), tmp_path, r"check = True: the largest difference .*; must be at most", check=True
+        )
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        refused(directories("llama3"), tmp_path, r"check = True: needs the package torch: pip install", check=True)
+
+
 @pytest.mark.hf
 def test_old_names_of_options_mean_the_same(directories):
     """Read configs of transformers 4, such as published ones."""
@@ -563,6 +630,27 @@ def test_old_names_of_options_mean_the_same(directories):
     }
 
 
+# Fields of published configs that change no logits.
+PUBLISHED = {
+    **{"_name_or_path": "a/b", "_attn_implementation_autoset": True, "architectures": ["X"], "is_causal": True},
+    **{"unsloth_fixed": True, "unsloth_version": "2025.1", "transformers_version": "4.51.3", "torch_dtype": "bfloat16"},
+    **{"pad_token_id": -1, "image_token_index": 32000, "decoder_start_token_id": 1, "pad_token": "<pad>", "bf16": True},
+    **{"use_cache": False, "cache_implementation": "hybrid", "use_flash_attn": True, "attn_implementation": "sdpa"},
+    **{"attention_dropout": 0.1, "resid_pdrop": 0.1, "initializer_range": 0.02, "gradient_checkpointing": True},
+    **{"pretraining_tp": 2, "router_aux_loss_coef": 0.001, "generation_config": {"temperature": 0.6}, "top_p": 0.9},
+    **{"max_length": 20, "num_beams": 4, "repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "do_sample": True},
+    **{"num_labels": 3, "id2label": {"0": "a"}, "problem_type": "regression", "task_specific_params": {"a": {"b": 1}}},
+    **{"model_max_length": 4096, "max_sequence_length": 2048, "seq_length": 2048, "tokenizer_class": "X"},
+    **{
+        "num_experts": 0,
+        "quantization_config": None,
+        "clip_qkv": None,
+        "use_mrope": False,
+        "transformers.js_config": {"a": 1},
+    },
+}
+
+
 @pytest.mark.hf
 @pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral", "qwen2"])
 def test_fields_that_a_config_lacks_have_the_values_of_transformers(kind):
@@ -574,9 +662,8 @@ def test_fields_that_a_config_lacks_have_the_values_of_transformers(kind):
     assert set(whole) - set(short)
     harmless = {"quantization_config": None, "rope_scaling": None, "use_mrope": False, "rope_interleaved": False}
     harmless |= {"pruned_heads": {}, "task_specific_params": {}, "suppress_tokens": [], "finetuning_task": ""}
-    harmless |= {"is_causal": True}
     expected = family_of(whole)
-    for found in (family_of(short), family_of(short | harmless)):
+    for found in (family_of(short), family_of(short | harmless), family_of(short | PUBLISHED)):
         assert (found.model, found.max_length) == (expected.model, expected.max_length)
         assert found.tensors.keys() == expected.tensors.keys()
 
@@ -662,10 +749,34 @@ def copied(directory: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(directory, tmp_path / "copy"))
 
 
+# Fields of other families and of their own code that change logits.
+HARMFUL = {
+    **{"logit_scale": 0.0625, "attention_softcap": 50.0, "final_logit_softcapping": 30.0, "clip_qkv": 8.0},
+    **{
+        "rope_interleaved": True,
+        "qk_norm": True,
+        "use_alibi": True,
+        "embedding_multiplier": 12.0,
+        "output_multiplier": 0.5,
+    },
+    **{
+        "sliding_window": 4,
+        "num_meta_tokens": 128,
+        "scale_depth": 1.4,
+        "layer_scale_init_value": 0.1,
+        "kv_lora_rank": 4,
+    },
+    **{
+        "position_embedding_type": "alibi",
+        "attn_temperature_tuning": 4,
+        "no_rope_layers": [1, 0],
+        "query_pre_attn_scalar": 9,
+    },
+    **{"transformers_weights": "adapter.safetensors", "attention_multiplier": 1.0, "rotary_dim": 4},
+}
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown family": ({"model_type": "bert"}, "model_type = 'bert': must be one of"),
     "no family": ({"model_type": None}, "model_type = None: must be of type str"),
-    "unknown field": ({"qk_norm": True}, "qk_norm = True: is not supported"),
     "wrong type": ({"hidden_size": "16"}, "hidden_size = '16': must be of type int"),
     "negative": ({"num_hidden_layers": -1}, "num_hidden_layers = -1: must be positive"),
     "heads": ({"num_key_value_heads": 3}, "num_key_value_heads = 3: must divide num_attention_heads = 4"),
@@ -684,11 +795,42 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "long field": ({"a" * 10_000: "b" * 10_000}, r"a\.\. = 'b+\.\.: is not supported"),
     "both forms of scaling": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "must be missing if there is rope_"),
     "part of a head": ({"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5: "),
-    "rotation of pairs": ({"rope_interleaved": True}, "rope_interleaved = True: is not supported"),
     "not causal": ({"is_causal": False}, "is_causal = False: is not supported"),
     "a number": ({"logit_scale": 0}, "logit_scale = 0: is not supported"),
-    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config = .*: is not supported"),
+    "quantized": (
+        {"quantization_config": {"bits": 4}},
+        "quantization_config = .*: must be missing: save the model without",
+    ),
+    "experts": ({"num_local_experts": 8}, "num_local_experts = 8: mixtures of experts are not supported"),
+    "experts of another family": (
+        {"model_type": "qwen3_moe", "num_experts": 8},
+        "num_experts = 8: mixtures of experts",
+    ),
+    "multimodal": ({"text_config": {"model_type": "mllama"}}, "text_config: model_type = 'mllama': must be one of"),
+    "not causal prompts": (
+        {"text_config": {"model_type": "gemma"}, "model_type": "paligemma"},
+        "model_type = 'paligemma': is not supported: its prompts",
+    ),
+    **{
+        f"{name}={value}": (
+            {name: value},
+            f"{re.escape(f'{name} = {value!r}')}: is not supported: no such option in our models",
+        )
+        for name, value in HARMFUL.items()
+    },
 }
+
+
+def test_the_documentation_has_the_messages():
+    """Every text in the second column of the table of refusals is one of the package's."""
+    page = (Path(__file__).parent.parent / "docs" / "pretrained.md").read_text()
+    _, _, table = page.partition("| the line has |")
+    rows = [line.split("|")[2] for line in table.partition("### Tokenizers")[0].splitlines() if line.startswith("| ")]
+    code = "".join(file.read_text() for file in Path(load.__file__).parent.glob("*.py"))
+    code = code.replace("{CONFIG_FILE}", "config.json")
+    texts = re.findall("`([^`]+)`", " ".join(rows))
+    assert len(texts) > 15
+    assert [text for text in texts if text not in code] == []
 
 
 @pytest.mark.parametrize("case", CONFIGS)
@@ -698,6 +840,14 @@ def test_configs_that_are_refused(case, directories, tmp_path):
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | changes))
     refused(directory, tmp_path, message)
+
+
+def flipped(params: Any) -> Any:
+    """Return the parameters with the heads in the opposite order."""
+    attention = params["layers"]["attention"]
+    return params | {
+        "layers": params["layers"] | {"attention": attention | {"query_DHK": attention["query_DHK"][:, :, ::-1]}}
+    }
 
 
 def refused(directory: Path, tmp_path: Path, message: str, **options: Any) -> None:
@@ -728,6 +878,11 @@ def index(weight_map: Any) -> Damage:
     return lambda directory: (directory / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
 
 
+def index_only(weight_map: Any) -> Damage:
+    """Return a damage that makes the file a shard, and adds an index."""
+    return lambda directory: ((directory / WEIGHTS).rename(directory / "a.safetensors"), index(weight_map)(directory))
+
+
 def pickled_only(directory: Path) -> None:
     torch.save({"x": torch.zeros(1)}, directory / "pytorch_model.bin")
     (directory / WEIGHTS).unlink()
@@ -755,11 +910,11 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "no weights": (lambda directory: (directory / WEIGHTS).unlink(), "must have model.safetensors, or"),
     "pickled weights": (pickled_only, "pytorch_model.bin may run code"),
-    "index of nothing": (index({}), "weight_map: must be a JSON object"),
-    "index to a parent": (index({NAME: "../x.safetensors"}), "must be the name of a .safetensors file"),
-    "index to a missing shard": (index({NAME: "b.safetensors"}), "b.safetensors: cannot be read"),
-    "index with another tensor": (index({"more": WEIGHTS}), "more = 'model.safetensors': has no such tensor"),
-    "index that lacks tensors": (index({NAME: WEIGHTS}), "model.embed_tokens.weight: is missing"),
+    "index of nothing": (index_only({}), "weight_map: must be a JSON object"),
+    "index to a parent": (index_only({NAME: "../x.safetensors"}), "must be the name of a .safetensors file"),
+    "index to a missing shard": (index_only({NAME: "b.safetensors"}), "b.safetensors: cannot be read"),
+    "index with another tensor": (index_only({"more": "a.safetensors"}), "more = 'a.safetensors': has no such tensor"),
+    "index that lacks tensors": (index_only({NAME: "a.safetensors"}), "model.embed_tokens.weight: is missing"),
     "config that is a list": (lambda directory: (directory / "config.json").write_text("[1]"), "must be a JSON object"),
     "no config": (lambda directory: (directory / "config.json").unlink(), "config.json: cannot be read"),
 }

@@ -3,11 +3,12 @@
 In: a config. Out: the `model` section of a run's config, and a `Tensor` for each parameter. Next: `load.py`.
 
 To add a family, write a function from `Fields` to a `Family` and add a line to `FAMILIES`. A field that the function
-does not read must be in `IGNORED`; all other fields, which could change the result, raise `InputError`.
+does not read must be `HARMLESS`; all other fields, which could change the result, raise `InputError`.
 """
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,23 +19,19 @@ from dape_jax.errors import InputError
 from dape_jax.model.transformer import GPT_NEOX, LLAMA, TransformerConfig, flat_params, model_structure
 from dape_jax.pretrained.files import CONFIG_FILE, short
 
-# Fields that do not change the logits of a forward pass: names, training, generation, and options of PyTorch.
-IGNORED = (
-    *("architectures", "_name_or_path", "transformers_version", "torch_dtype", "dtype", "auto_map", "id2label"),
-    *("label2id", "problem_type", "_attn_implementation", "attn_implementation", "return_dict", "output_attentions"),
-    *("output_hidden_states", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range"),
-    *("attention_dropout", "hidden_dropout", "classifier_dropout", "resid_pdrop", "embd_pdrop", "pretraining_tp"),
-    *("max_window_layers", "gradient_checkpointing", "_flash_attn_2_enabled", "torchscript", "is_decoder"),
-    *("chunk_size_feed_forward", "tokenizer_class", "prefix", "use_bfloat16", "name_or_path", "unsloth_version"),
-    *(
-        "residual_dropout",
-        "embedding_dropout",
-        "attention_probs_dropout_prob",
-        "hidden_dropout_prob",
-        "is_llama_config",
-        "transformers.js_config",
-        "cache_implementation",
-    ),
+# Fields that do not change the logits of a forward pass, by their names.
+HARMLESS = re.compile(
+    r"_.*|architectures|auto_map|(base_model_)?name_or_path|unsloth.*|(transformers|model)_version|transformers\.js_config"
+    r"|license|prefix|tokenizer.*|.*_token_(ids?|index)|(add_)?(bos|eos|pad|unk|sep|cls|mask)_token"
+    # training
+    r"|.*dropout.*|.*_pdrop|.*initializer.*|init_std|.*checkpointing|.*loss.*|pretraining_tp|is_llama_config"
+    # classification, generation and other outputs
+    r"|.*label.*|problem_type|task_.*|finetuning_task|summary_.*|output_(attentions|hidden_states|scores)|return_dict.*"
+    r"|generation.*|(use_)?cache(_implementation)?|is_decoder|do_sample|temperature|top_[kp]|typical_p|num_beam.*"
+    r"|num_return_sequences|early_stopping|.*_penalty|.*no_repeat_ngram_size|bad_words_ids|(max|min)_(new_tokens|length)"
+    # computation: dtypes, kernels, lengths that nothing depends on, and experts, which `family_of` refuses unless none
+    r"|(torch_)?dtype|(use_)?(bfloat16|float16|bf16|fp16)|.*flash_att.*|attn_implementation|torchscript|max_window_layers"
+    r"|chunk_size_feed_forward|.*expert.*|(model_)?max_(seq|sequence)?_?len(gth)?|seq_len(gth)?"
 )
 # Fields whose default in transformers, which our models have, is neither null nor false nor empty.
 DEFAULTS = {"is_causal": True}
@@ -60,7 +57,7 @@ NOT_EXPORTED = ("initializer", "attention", "remat", "dtype", "dropout", "num_ou
 
 
 class Fields:
-    """Fields of a `config.json`, each of which must be read or be in `IGNORED`."""
+    """Fields of a `config.json`, each of which must be read or be `HARMLESS`."""
 
     def __init__(self, config: dict[str, Any], where: str = CONFIG_FILE):
         self.config, self.where, self.read = config, where, set[str]()
@@ -96,8 +93,9 @@ class Fields:
         """
         for name, value in self.config.items():
             is_default = value == DEFAULTS[name] if name in DEFAULTS else value is False or value in ("", [], {})
-            is_harmless = value is None or is_default or name in self.read or name in IGNORED
-            self.check(is_harmless, name, "is not supported: no such option in our models")
+            is_harmless = value is None or is_default or name in self.read or HARMLESS.fullmatch(name) is not None
+            allowed = "is not supported: no such option in our models (remove the field if it changes no logits)"
+            self.check(is_harmless, name, allowed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,12 +139,28 @@ def family_of(config: dict[str, Any]) -> Family:
     Raises:
         InputError: the family is unknown, or a field is missing, has a wrong type or value, or is not supported.
     """
-    fields = Fields(config)
+    text = text_config(config)
+    fields = Fields(text, CONFIG_FILE if text is config else f"{CONFIG_FILE}: text_config")
+    for each in text:
+        fields.check(not text[each] or "expert" not in each, each, "mixtures of experts are not supported")
+        is_quantized = each == "quantization_config" and bool(text[each])
+        fields.check(not is_quantized, each, "must be missing: save the model without quantization first")
     name = fields.take("model_type", str)
     fields.check(name in FAMILIES, "model_type", f"must be one of {list(FAMILIES)}")
     family = FAMILIES[name](fields)
     fields.refuse_others()
     return family
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of the text model, which a multimodal config has in `text_config`."""
+    if "text_config" not in config:
+        return config
+    fields = Fields(config)
+    text, kind = fields.take("text_config", dict), fields.take("model_type", str)
+    fields.check(kind != "paligemma", "model_type", "is not supported: its prompts are not causal")
+    shared = ("tie_word_embeddings", "quantization_config", "eos_token_id")
+    return text | {name: config[name] for name in shared if name in config}
 
 
 def _sizes(fields: Fields, is_tied: bool = False) -> dict[str, Any]:

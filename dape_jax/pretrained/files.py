@@ -8,6 +8,7 @@ of the directory. Links are followed, as the cache of Hugging Face's hub needs.
 
 import contextlib
 import dataclasses
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,13 +20,16 @@ import safetensors
 from dape_jax.errors import InputError, printable, require
 from dape_jax.files import read_json
 
+logger = logging.getLogger(__name__)
+
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 _SHOWN_CHARS = 200
-_DTYPES = ("F32", "F16", "BF16")  # supported dtypes, all exactly convertible to float32
+_DTYPES = ("F32", "F16", "BF16", "F64")  # supported dtypes; only float64 is rounded to float32
+_TEXT_PREFIX = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +37,7 @@ class TensorInfo:
     """Description of a tensor in the header of its file."""
 
     file: Path
+    name: str
     dtype: str
     shape: tuple[int, ...]
 
@@ -60,9 +65,36 @@ class Source:
         Raises:
             InputError: the file cannot be read.
         """
-        file = self.tensors[name].file
-        with _reading(file), safetensors.safe_open(file, "numpy") as opened:
-            return np.asarray(opened.get_tensor(name))
+        info = self.tensors[name]
+        with _reading(info.file), safetensors.safe_open(info.file, "numpy") as opened:
+            return np.asarray(opened.get_tensor(info.name))
+
+    def named_like(self, embedding: str) -> "Source":
+        """Return the source with the names that a model with its head has, and without tensors of other modalities.
+
+        `torch.compile` puts "_orig_mod." into names, a model without its head lacks the first part ("model."), and the
+        text model of a multimodal one has another ("language_model.model.", "model.language_model.").
+
+        Args:
+            embedding: name of the embedding in the model with its head.
+        """
+        prefix, own = f"{embedding.partition('.')[0]}.", embedding.partition(".")[2]
+        tensors, others = {}, 0
+        for stored, info in self.tensors.items():
+            name = stored.replace("_orig_mod.", "")
+            if "text_config" in self.config:
+                name, found = _TEXT_PREFIX.subn(prefix, name, count=1)
+                name = name.replace(f"{prefix}lm_head.", "lm_head.")
+                if not found and not name.startswith("lm_head."):
+                    others += 1
+                    continue
+            require(name not in tensors, f"{self.directory}: {short(name)}", "tensor", "must be stored once")
+            tensors[name] = info
+        if others:
+            logger.info("%s: %s tensors that are not of the text model are ignored", self.directory, f"{others:,}")
+        if own and own in tensors:
+            tensors = {name if name.startswith("lm_head.") else prefix + name: info for name, info in tensors.items()}
+        return dataclasses.replace(self, tensors=tensors)
 
 
 def find_source(source: str) -> Path:
@@ -97,13 +129,13 @@ def open_source(directory: Path) -> Source:
     allowed = "must be a directory; for a model of the hub: hf download NAME --local-dir=DIRECTORY"
     require(directory.is_dir(), "source", str(directory), allowed)
     config = read_json(directory / CONFIG_FILE)
-    if (directory / INDEX_FILE).exists():
-        return Source(directory, config, _read_index(directory))
-    if not (directory / WEIGHTS_FILE).exists():
+    if (directory / WEIGHTS_FILE).exists():  # transformers, too, ignores an index beside it
+        return Source(directory, config, _read_header(directory / WEIGHTS_FILE))
+    if not (directory / INDEX_FILE).exists():
         found = sorted(file.name for file in directory.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         advice = f"; {found[0]} may run code when it is read: convert it to safetensors first" if found else ""
         raise InputError(f"source = {str(directory)!r}: must have {WEIGHTS_FILE}, or shards and {INDEX_FILE}{advice}")
-    return Source(directory, config, _read_header(directory / WEIGHTS_FILE))
+    return Source(directory, config, _read_index(directory))
 
 
 def _read_index(directory: Path) -> dict[str, TensorInfo]:
@@ -126,7 +158,9 @@ def _read_index(directory: Path) -> dict[str, TensorInfo]:
 def _read_header(file: Path) -> dict[str, TensorInfo]:
     with _reading(file), safetensors.safe_open(file, "numpy") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # `opened` is not a dict
-        return {name: TensorInfo(file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+        return {
+            name: TensorInfo(file, name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()
+        }
 
 
 def short(text: str) -> str:

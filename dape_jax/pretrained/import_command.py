@@ -33,6 +33,9 @@ class Flags:
     mesh: str | None = flag(
         None, "Mesh, as axis=size,axis=size. If unset, parameters are sharded over as many devices as the width allows."
     )
+    check: bool = flag(
+        False, "Compare the logits of random tokens with transformers' model of the source, which must be installed."
+    )
 
 
 def main(given: Flags) -> None:
@@ -53,6 +56,7 @@ def main(given: Flags) -> None:
         train_length=given.train_length,
         dtype=given.dtype,
         mesh=None if given.mesh is None else read_mesh("--mesh", given.mesh),
+        check=given.check,
     )
     print(f"run: {workdir}\nevaluate it: dape-eval --workdir={workdir} --data=TEXT --lengths=...")
 

@@ -23,7 +23,8 @@ from dape_jax.data.conventions import conventions_of, save_conventions
 from dape_jax.data.tokenizers import TOKENIZER_FILE, Tokenizer, read_tokenizer, save_tokenizer
 from dape_jax.errors import InputError, require, require_package
 from dape_jax.model.transformer import Params, TransformerConfig, flat_params
-from dape_jax.pretrained.families import BUFFERS, Tensor, family_of
+from dape_jax.pretrained.check import compare_logits
+from dape_jax.pretrained.families import BUFFERS, Tensor, family_of, text_config
 from dape_jax.pretrained.files import Source, open_source, short
 from dape_jax.sharding import MeshConfig, make_mesh, mesh_of_all_devices
 from dape_jax.storage import absolute
@@ -39,6 +40,7 @@ def import_run(
     train_length: int | None = None,
     dtype: str = "auto",
     mesh: MeshConfig | None = None,
+    check: bool = False,
 ) -> None:
     """Make a run at step 0 from a Hugging Face checkpoint.
 
@@ -49,12 +51,16 @@ def import_run(
         train_length: length that the model was trained on, in tokens; None for the length in its config.
         dtype: dtype of the matmuls; see `TransformerConfig`.
         mesh: mesh of the devices; by default the parameters are sharded over as many devices as the width allows.
+        check: compare the logits of random tokens with those of transformers' model.
 
     Raises:
-        InputError: the checkpoint is damaged or not supported, or `workdir` contains a run.
+        InputError: the checkpoint is damaged or not supported, `workdir` contains a run, or the logits differ.
     """
+    for package in ("torch", "transformers") if check else ():
+        require_package(package, "hf", "check", check)
     source = open_source(directory)
     family = family_of(source.config)
+    source = source.named_like(family.tensors["embedding_VD"].name or "")
     length = family.max_length if train_length is None else train_length
     require(0 < length <= family.max_length, "train_length", length, f"must be 1 to {family.max_length}")
     chosen = source_tokenizer(directory) if tokenizer is None else read_tokenizer(tokenizer, "tokenizer")
@@ -71,8 +77,10 @@ def import_run(
     with jax.set_mesh(devices), checkpoint.run_lock(workdir):
         checkpoint.require_space(workdir, abstract_params(run.model, devices))
         params = read_params(source, family.tensors, run.model, devices)
+        if check:
+            compare_logits(source, params, run.model, devices, length)
         save_tokenizer(chosen, workdir)
-        save_conventions(conventions_of(directory, source.config, chosen), workdir)
+        save_conventions(conventions_of(directory, text_config(source.config), chosen), workdir)
         record = {"config": resolved(run), "data_digest": "", "imported": {"source": str(directory.resolve())}}
         checkpoint.save_params(workdir, params, record)
         checkpoint.write_config(workdir, record)  # last: an import that was killed before can be repeated
