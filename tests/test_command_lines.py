@@ -14,7 +14,7 @@ from dape_jax.errors import printable
 from dape_jax.hardware import platform_fault
 
 ROOT = Path(__file__).parents[1]
-ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
