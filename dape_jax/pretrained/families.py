@@ -361,6 +361,77 @@ def _gemma(fields: Fields) -> Family:
     return _decoder(fields, options, num_kv_heads=16, head_dim=256, max_length=8192, norm_offset=1.0)
 
 
+def _gemma2(fields: Fields) -> Family:
+    """Map Gemma 2: norms before and after each branch, caps of scores and logits, a window in every other layer."""
+    options = _windows(fields, fields.optional("sliding_window", int, 4096), lambda layer: layer % 2 == 0)
+    options |= {"score_cap": fields.optional("attn_logit_softcapping", float, 50.0)}
+    options |= {"logit_cap": fields.optional("final_logit_softcapping", float, 30.0)}
+    return _gemma_2_or_3(fields, options, 8192, "query_DHK", "query_bias_HK")
+
+
+def _gemma3(fields: Fields) -> Family:
+    """Map the text model of Gemma 3: two rotary embeddings, norms of each head's queries and keys."""
+    fields.config = {"vocab_size": 262_208, "num_attention_heads": 8} | fields.config  # published configs lack these
+    fields.read.add("_sliding_window_pattern")
+    pattern, max_length = fields.take("sliding_window_pattern", int, 6), 131_072
+    window = fields.optional("sliding_window", int, 4096)
+    options = _windows(fields, window, lambda layer: (layer + 1) % pattern != 0)
+    length = fields.take("max_position_embeddings", int, max_length)
+    local_base = fields.take("rope_local_base_freq", float, 10_000.0)
+    options |= _rotary_of_types(fields, options, length, 1_000_000.0, local_base)
+    options |= {"qk_norm": "head", "logit_cap": fields.optional("final_logit_softcapping", float)}
+    return _gemma_2_or_3(fields, options, max_length, "query_norm/scale")
+
+
+def _gemma_2_or_3(fields: Fields, options: dict[str, Any], max_length: int, *queries: str) -> Family:
+    """Map what Gemma 2 and 3 share. `queries` are the parameters that are multiplied by the factor of the scores."""
+    activation = fields.take("hidden_activation", str, "gelu_pytorch_tanh")
+    fields.check(activation in ACTIVATIONS, "hidden_activation", f"must be one of {list(ACTIVATIONS)}")
+    options |= {"activation": ACTIVATIONS[activation], "scale_embedding": True, "tied_embeddings": True}
+    options |= {"branch_norm": True, **_biases(fields)}
+    names = {"attention_branch_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
+    names |= {"mlp_branch_norm": "post_feedforward_layernorm"}
+    family = _decoder(
+        fields, options, num_kv_heads=4, head_dim=256, max_length=max_length, norm_offset=1.0, names=names
+    )
+    scalar = fields.take("query_pre_attn_scalar", float, 256.0)
+    fields.check(scalar > 0, "query_pre_attn_scalar", "must be positive")
+    factor = math.sqrt(family.model["head_dim"] / scalar)
+    return _multiplied(family, {f"layers/attention/{name}": factor for name in queries})
+
+
+def _multiplied(family: Family, factors: dict[str, float]) -> Family:
+    """Multiply parameters by constants by which the source multiplies their results."""
+    for path in factors.keys() & family.tensors.keys():
+        tensor = family.tensors[path]
+
+        def convert(
+            x: np.ndarray, convert: Callable[..., np.ndarray] = tensor.convert, factor: float = factors[path]
+        ) -> np.ndarray:
+            return convert(x) if factor == 1 else np.float32(factor) * np.asarray(convert(x), np.float32)
+
+        family.tensors[path] = dataclasses.replace(tensor, convert=convert)
+    return family
+
+
+def _granite(fields: Fields) -> Family:
+    """Map Granite: constants that multiply embeddings, scores and branches, and one that divides logits."""
+    options = _biases(fields) | {"mlp_bias": fields.take("mlp_bias", bool, False)}
+    family = _decoder(fields, options, max_length=2048)
+    names = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
+    embedding, attention, residual, logits = (fields.take(name, float, 1.0) for name in names)
+    for name, value in zip(names, (embedding, attention, residual, logits), strict=True):
+        fields.check(value > 0, name, "must be positive")
+    is_tied = family.model["tied_embeddings"]  # then the unembedding is multiplied like the embedding
+    factors = {"norm/scale": 1 / (embedding * logits)} if is_tied else {"unembedding_DV": 1 / logits}
+    factors |= {"embedding_VD": embedding}
+    of_scores = attention * math.sqrt(family.model["head_dim"])
+    factors |= {f"layers/attention/{name}": of_scores for name in ("query_DHK", "query_bias_HK")}
+    factors |= {f"layers/attention/{name}": residual for name in ("output_HKD", "output_bias_D")}
+    factors |= {f"layers/mlp/{name}": residual for name in ("down_FD", "down_bias_D")}
+    return _multiplied(family, factors)
+
+
 def _phi(fields: Fields) -> Family:
     """Map Phi-1 and Phi-2: attention and MLP have the same input, for which we have two norms with the same values."""
     options = LAYER_NORM | {"parallel_residual": True, "output_bias": True, "gated_mlp": False}
@@ -631,6 +702,9 @@ FAMILIES = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "granite": _granite,
     "phi": _phi,
     "phi3": _phi3,
     "stablelm": _stablelm,
