@@ -11,7 +11,6 @@ the paper's.
 
 import dataclasses
 import json
-import math
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -98,35 +97,16 @@ def read_runs(results: Path) -> dict[str, dict[str, dict[str, Run]]]:
     """Return the finished runs under a directory, by experiment, group and name.
 
     Raises:
-        InputError: a file is damaged, or a value that tables and claims need is missing or of another type.
+        InputError: a file is damaged.
     """
-    lines = [(name, *each) for name in EXPERIMENTS for each in enumerate(read_lines(results / name / FILE), 1)]
-    stored: dict[tuple[str, str], Run] = {}
-    for name, number, line in lines:
-        with read_errors("results", f"{results / name / FILE}: line {number}"):
-            if "stored_in" not in line:
-                _check(line)
-                stored[name, line["key"]] = line
+    lines = [(name, line) for name in EXPERIMENTS for line in read_lines(results / name / FILE)]
+    stored = {(name, line["key"]): line for name, line in lines if "stored_in" not in line}
     found: dict[str, dict[str, dict[str, Run]]] = {name: {} for name in EXPERIMENTS}
-    for name, number, line in lines:
-        with read_errors("results", f"{results / name / FILE}: line {number}"):
-            whole = stored[line["stored_in"] if "stored_in" in line else name, line["key"]]
-            run = {field: value for field, value in whole.items() if field not in ("group", "name")}
-            found[name].setdefault(line["group"], {})[line["name"]] = run
+    for name, line in lines:
+        whole = stored[line["stored_in"] if "stored_in" in line else name, line["key"]]
+        run = {field: value for field, value in whole.items() if field not in ("group", "name")}
+        found[name].setdefault(line["group"], {})[line["name"]] = run
     return found
-
-
-def _check(run: Run) -> None:
-    """Raise an error of any type if a value that tables and claims need is missing, or of another type."""
-    run_name(run)
-    samples = samples_of(run, run["metric"], measured(run, run["metric"])).values()
-    numbers = [run["wall_seconds"], run["config"]["train"]["num_steps"], run["train_length"]]
-    numbers += [run[field] for field in ("paper_train_length", "train_flops") if run.get(field) is not None]
-    numbers += map(float, run.get("validation_nats", {}).values())
-    if not all(map(math.isfinite, numbers)) or not all(run[field] for field in PROVENANCE):
-        raise ValueError(f"must be finite: {numbers}; must be given: {PROVENANCE}")
-    if any(len(sample.units) != len(sample.rows) for sample in samples):
-        raise ValueError("must have a document for each window")
 
 
 def add_run(results: Path, experiment: str, group: str, run: Run) -> None:
