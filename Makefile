@@ -1,7 +1,7 @@
 # make demo       install, train two small models, evaluate both, print the path of the figure
 # make test       install what tests need, run the tests that are neither slow nor extra
 # make test-all   all tests
-# make test-newest  tests of import and export with the newest releases of transformers and what it needs
+# make test-newest, make test-oldest  tests of import and export with the newest and the oldest releases of transformers
 # make lint       formatting, lint, types
 # make docs       build the documentation's site into build/docs; warnings are errors
 # make tpu-aot    install the compiler for TPUs, for planning without one (docs/planning.md)
@@ -13,7 +13,7 @@ PY := .venv/bin/python
 # started with others is not changed.
 DEMO = runs/quickstart-$(shell $(PY) -c 'import platform; print(platform.python_version())')-$(shell cat Makefile configs/*.py | cksum | cut -d' ' -f1)
 
-.PHONY: demo test test-all test-newest lint docs install install-dev tpu-aot gpu-wheels
+.PHONY: demo test test-all test-newest test-oldest lint docs install install-dev tpu-aot gpu-wheels
 .DELETE_ON_ERROR:
 
 install: .venv/installed
@@ -73,12 +73,15 @@ test: install-dev
 test-all: install-dev
 	$(PY) -m pytest -n auto --dist worksteal
 
-# No constraints, so that a change in these packages is seen; beside the environment, so that all other packages stay.
-test-newest: install-dev
-	rm -rf .venv/newest
-	$(PY) -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target .venv/newest \
-	    accelerate huggingface-hub safetensors tokenizers transformers
-	PYTHONPATH=$(CURDIR)/.venv/newest $(PY) -m pytest -n auto --dist worksteal -m 'hf and not slow' \
+# transformers and what it needs in other versions, beside the environment, so that all other packages stay. The newest have no
+# constraints, so that a change in them is seen; the oldest are those of the extra hf.
+OLDEST = $(shell sed -n 's/^hf = .*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+test-newest: HF = accelerate huggingface-hub safetensors tokenizers transformers
+test-oldest: HF = 'transformers==$(OLDEST).*' 'huggingface-hub<2' 'tokenizers<=0.23.0' httpx httpcore h11
+test-newest test-oldest: test-%: install-dev
+	rm -rf .venv/$*
+	$(PY) -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target .venv/$* $(HF)
+	PYTHONPATH=$(CURDIR)/.venv/$* $(PY) -m pytest -n auto --dist worksteal -m 'hf and not slow' \
 	    tests/test_export.py tests/test_import.py
 
 .venv/docs-installed: .venv/installed

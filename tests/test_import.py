@@ -197,6 +197,8 @@ EVERY_MODEL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow
 def theirs(name: str) -> Any:
     """Return a random model of transformers, none of whose parameters is 0, in evaluation mode."""
     kind, options = MODELS[name]
+    if kind == "olmo3" and int(transformers.__version__.split(".")[1]) < 13:
+        pytest.skip("this release of transformers has the same rotary embedding in all layers of OLMo 3")
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **SIZES | options)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -266,7 +268,7 @@ def test_the_model_is_that_of_transformers(name, runs, directories):
     expected = model(torch.tensor(x), labels=torch.tensor(x))
     expected.loss.backward()
     gradients = {key: parameter.grad.numpy() for key, parameter in model.named_parameters()}
-    if MODELS[name][0] == "gpt_neox" and not config.tied_embeddings:  # files have the name of older versions
+    if MODELS[name][0] == "gpt_neox" and "lm_head.weight" in gradients:  # files have the name of older versions
         gradients["embed_out.weight"] = gradients.pop("lm_head.weight")
     graphdef, _ = model_structure(config)
 
@@ -414,6 +416,7 @@ def test_strided_perplexity_is_that_of_the_guide_of_transformers(tmp_path, text,
 
 @pytest.mark.hf
 @pytest.mark.extra
+@pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0")  # of tokenizers 0.22
 def test_a_tokenizer_of_two_files_is_converted(directories, tmp_path, text):
     copy = Path(shutil.copytree(directories("llama"), tmp_path / "copy"))
     with pytest.raises(InputError, match=r"has no tokenizer.json; give --tokenizer"):
