@@ -94,12 +94,12 @@ def test_wrong_results_and_failures_are_reported_and_the_others_measured(capsys,
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside PyTorch's compiler
 def test_torch_computes_the_same(tmp_path):
     pytest.importorskip("torch")
-    attention.run(tiny(tmp_path, vs="torch", batch=2))
+    attention.run(tiny(tmp_path, vs="torch", batch=2, implementations=("dense",), directions=("backward",)))
     of_torch = [row for row in written(tmp_path)["rows"] if row["name"] in listing.NAMES]
-    assert [row["name"] for row in of_torch] == [*listing.NAMES] * 2
+    assert [row["name"] for row in of_torch] == [*listing.NAMES]
     for row in of_torch:
         assert row["failed"] is None
-        assert set(row["errors"]) == ({"out"} if row["direction"] == "forward" else {"out", "q", "k", "v"})
+        assert set(row["errors"]) == {"out", "q", "k", "v"}
         assert max(row["errors"].values()) < 1e-5
 
 
