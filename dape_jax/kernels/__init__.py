@@ -21,7 +21,7 @@ from dape_jax.model.processors import Dape, Plain, ScoreMod
 from dape_jax.model.scores import Mask, Positions
 from dape_jax.sharding import vary_alike
 
-KERNELS = ("tpu", "gpu")
+KERNELS = ("tpu", "gpu", "cuda")
 DTYPES = (jnp.float32, jnp.bfloat16)
 MAX_HEADS = MAX_CHANNELS = 64
 MAX_HEAD_DIM = 128
@@ -92,6 +92,10 @@ def why_not_fused(
 
         options = {"row_stride": mask.row_stride, "window": mask.window, "device_kind": device_kind}
         return tpu.why_not(q_BTHK, k_BSGK, config, **options)
+    if platform == "cuda":
+        from dape_jax.kernels import cuda
+
+        return cuda.why_not(q_BTHK, k_BSGK, config, row_stride=mask.row_stride)
     return _why_not_cudnn(q_BTHK, k_BSGK, bias, mask) if config is None else _why_not_triton()
 
 

@@ -379,7 +379,8 @@ class Fused(Implementation):
     def attend_rows(self, q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask):
         """See `Implementation`."""
         devices = device_platform()
-        options = {"platform": self.platform or devices, "interpret": self.platform not in (None, devices)}
+        runs_on = "gpu" if self.platform == "cuda" else self.platform
+        options = {"platform": self.platform or devices, "interpret": runs_on not in (None, devices)}
         return attend_fused(q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask, **options)
 
 
