@@ -66,9 +66,10 @@ def why_not_fused(
     for name, (value, limit) in limits.items():
         if value > limit:
             return f"{name} = {value}; the kernels take up to {limit}"
+    known_dtypes = (*DTYPES, jnp.float16) if platform == "cuda" else DTYPES
     for name, dtype in dtypes.items():
-        if dtype not in DTYPES or (name == "k" and dtype != q_BTHK.dtype):
-            known = " or ".join(jnp.dtype(dtype).name for dtype in DTYPES)
+        if dtype not in known_dtypes or (name == "k" and dtype != q_BTHK.dtype):
+            known = " or ".join(jnp.dtype(dtype).name for dtype in known_dtypes)
             return f"{name} is {jnp.dtype(dtype).name}; the kernels take {known}, the same for q, k and v"
     if mask.row_stride is None:
         return "positions are given; the kernels take consecutive positions, which are those of None"

@@ -28,10 +28,9 @@ from dape_jax.model.scores import Mask, causal_runs
 from dape_jax.sharding import device_platform, full_precision
 
 LOG2E = math.log2(math.e)
-WARPS = 8
 MULTIPROCESSORS = 132  # of an H100; with fewer blocks of rows than two for each, a block has a chunk of the keys
-FORWARD_TILES = ((32, 64), (32, 32), (16, 32))  # rows and columns of a tile: the first that fits
-BACKWARD_TILES = ((32, 32), (16, 32))
+# Rows and columns of a tile, and warps of a block: the first that fits.
+TILES = {"forward": ((32, 64, 8), (32, 32, 8), (16, 32, 8), (16, 16, 4)), "backward": ((32, 32, 8), (16, 32, 8), (16, 16, 4))}
 MAX_ACCUMULATORS = 160  # registers of a thread for the output
 MAX_KNEE = 6e4  # in float16; the branch of LeakyReLU is decided long before
 MAX_GRADIENT = 2.0**14  # bound of gradients in float16
@@ -47,6 +46,7 @@ class Tiling:
         kernel: "forward" or "backward".
         rows: R, rows of a block.
         columns: L, columns of a tile.
+        warps: warps of a block.
         heads: H.
         groups: G.
         head_dim: K, a multiple of 16.
@@ -60,6 +60,7 @@ class Tiling:
     kernel: str
     rows: int
     columns: int
+    warps: int
     heads: int
     groups: int
     head_dim: int
@@ -82,7 +83,7 @@ class Tiling:
     @property
     def accumulators(self) -> int:
         """Return the registers of a thread for the output: 16 rows of some heads."""
-        return -(-self.heads * (self.rows // 16) // WARPS) * self.head_dim // 2
+        return -(-self.heads * (self.rows // 16) // self.warps) * self.head_dim // 2
 
     @property
     def shared_bytes(self) -> int:
@@ -95,15 +96,15 @@ class Tiling:
         probs = 2 * H * R * (L + 8)
         shared = S // 8 * plane + probs + tables
         if self.kernel == "forward":
-            sums = 4 * R * S * (2 + WARPS * 16 // R)
-            return shared + 2 * H * R * (self.head_dim + 8) + 128 * (2 * fragments + 1) + sums
+            sums = 4 * R * S * (2 + self.warps * 16 // R)
+            return shared + 2 * H * R * (self.head_dim + 8) + 128 * max(1, 2 * fragments) + sums
         hidden, signs = 2 * R * (L * C + 8), 4 * R // 16 * (L + W - 1) * 32
         sums = 4 * (2 * R * S + (reach + L) * (C + S))
-        return shared + S // 8 * plane + hidden + signs + 128 * (4 * fragments + 1) + sums
+        return shared + S // 8 * plane + hidden + signs + 128 * max(1, 4 * fragments) + sums
 
     def defines(self) -> dict[str, int]:
         """Return the macros of the source."""
-        letters = {"R": self.rows, "L": self.columns, "H": self.heads, "G": self.groups, "K": self.head_dim}
+        letters = {"R": self.rows, "L": self.columns, "NW": self.warps, "H": self.heads, "G": self.groups, "K": self.head_dim}
         letters |= {"C": self.channels, "W": self.width, "PAD": self.pad, "STRIDE": self.row_stride}
         return letters | ({"FLOAT16": 1} if self.dtype == "float16" else {})
 
@@ -131,7 +132,7 @@ def tilings(
     (heads, head_dim), (width, pad, channels) = q_BTHK.shape[2:], sizes
     rest = (heads, k_BSGK.shape[2], _multiple(head_dim), _multiple(channels), width, pad, row_stride)
     found = []
-    for kernel, tiles in (("forward", FORWARD_TILES), ("backward", BACKWARD_TILES)):
+    for kernel, tiles in TILES.items():
         options = [Tiling(kernel, *tile, *rest, q_BTHK.dtype.name) for tile in tiles]
         options = [x for x in options if kernel == "backward" or x.accumulators <= MAX_ACCUMULATORS]
         if not options:
@@ -288,9 +289,9 @@ def operands(t: Tiling, operator: Operator) -> tuple[Array, Array, list[Array]]:
     def slots(x: Array) -> Array:
         return in_register_order(heads_to_slots(t, x * LOG2E, x.ndim - 1))
 
-    tables = [channels(operator.knee_CN.T), slots(operator.added_HN.T)]
-    tables += [channels(operator.left_knee_PCT.swapaxes(1, 2)), slots(operator.left_added_QHT.swapaxes(1, 2))]
-    tables = [x if x.size else jnp.zeros(8, x.dtype) for x in tables]  # a pointer needs an array
+    tables = [(channels, operator.knee_CN.T), (slots, operator.added_HN.T)]
+    tables += [(channels, operator.left_knee_PCT.swapaxes(1, 2)), (slots, operator.left_added_QHT.swapaxes(1, 2))]
+    tables = [f(x) if x.size else jnp.zeros(8, half) for f, x in tables]  # a pointer needs an array
     return both[0].astype(half), both[1].astype(half), tables
 
 
@@ -370,7 +371,7 @@ def _attend_backward(call, saved, dout):
 
     def from_blocks(x: Array, dim: int) -> Array:
         x = jnp.moveaxis(x, 0, dim)
-        x = x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+        x = x.reshape(*x.shape[:dim], num_blocks * block, *x.shape[dim + 2 :])
         return jax.lax.slice_in_dim(x, 0, num_rows, axis=dim)
 
     dq, d_left_knee, d_left_added = (jnp.concatenate(x) for x in zip(*of_rows, strict=True))

@@ -27,7 +27,7 @@ struct Shared {
     ALIGNED Plane grads[2 * NS];       // G, then dA
     ALIGNED Half hidden[R][HR];        // then dh
     ALIGNED Input probs[H][R][LP];     // then dS
-    ALIGNED Half weights[4 * FRAGMENTS + 1][64];
+    ALIGNED Half weights[FRAGMENTS ? 4 * FRAGMENTS : 1][64];
     Tables tables;
     ALIGNED float delta[R][SLOTS];
     float lse[R][SLOTS];

@@ -129,7 +129,7 @@ def launch(tiling: Any, grid: tuple[int, int, int], out: list, arrays: list[Arra
     """Run a kernel on the GPU: pointers to the arrays and to `out`, which begins as zeros, then ints, then the scale."""
     launcher, architecture = _launcher(), capability().replace(".", "")
     name, ptx = f"dape_{tiling.kernel}", ptx_of(tiling, f"compute_{architecture}")
-    kernel = launcher.TritonKernel(name, 8, 1, tiling.shared_bytes, ptx, "", int(architecture))
+    kernel = launcher.TritonKernel(name, tiling.warps, 1, tiling.shared_bytes, ptx, "", int(architecture))
     zeroed = [x.size * x.dtype.itemsize if tiling.kernel == "backward" else 0 for x in out]
     parameters = [launcher.create_array_parameter(size, 16) for size in [0] * len(arrays) + zeroed]
     parameters += [launcher.create_scalar_parameter(int(x), "i32") for x in ints]

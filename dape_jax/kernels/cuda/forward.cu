@@ -14,6 +14,7 @@ constexpr int KP = K + 8;
 constexpr int HALVES = (H * (R / 16) + NW - 1) / NW;  // 16 rows of a head, for each warp: WHOLE heads and perhaps HALF a head
 constexpr int WHOLE = R == 32 ? HALVES / 2 : HALVES;
 constexpr bool HALF = R == 32 && HALVES % 2;
+constexpr bool FULL = NW * HALVES == H * (R / 16);    // no warp has fewer
 constexpr float UNSET = -3e38f;
 #ifdef FLOAT16
 constexpr float LIMIT = 14;
@@ -25,7 +26,7 @@ struct Shared {
     ALIGNED Plane scores[2 * NS];
     ALIGNED Input probs[H][R][LP];
     ALIGNED Input q[H][R][KP];
-    ALIGNED Half weights[2 * FRAGMENTS + 1][64];
+    ALIGNED Half weights[FRAGMENTS ? 2 * FRAGMENTS : 1][64];
     Tables tables;
     float reference[R][SLOTS], alpha[R][SLOTS], scratch[RANGES][R][SLOTS];
 };
@@ -153,8 +154,8 @@ KERNEL __launch_bounds__(THREADS, 1) dape_forward(
     auto each_head = [&](auto visit) {  // visit(accumulators, number of 16 rows, head, first row)
 #pragma unroll
         for (int h = 0; h < WHOLE; h++)
-            if (NW * WHOLE <= H || head0 + h < H) visit.template operator()<R / 16>(whole[h], head0 + h, 0);
-        if (HALF && (NW * HALVES == 2 * H || shared_head < H)) visit.template operator()<1>(half, shared_head, half0);
+            if (FULL || head0 + h < H) visit.template operator()<R / 16>(whole[h], head0 + h, 0);
+        if (HALF && (FULL || shared_head < H)) visit.template operator()<1>(half, shared_head, half0);
     };
     PerSlot total = {}, reference, largest, sum;
     int r0 = THREAD / 32 % (R / 16) * 16, range = warp / (R / 16);

@@ -1,6 +1,6 @@
 // What both kernels do with a tile of R rows and L columns: sizes, tables, products of queries and keys, and the features of
 // the scores. Compiled with -D of: H, G heads of queries and of keys, K head dim, C channels (0 without convolutions), W taps,
-// PAD of them left of a column, STRIDE columns between rows, R and L.
+// PAD of them left of a column, STRIDE columns between rows, R, L, and NW warps of a block.
 //
 // Slots. Heads lie in NS groups of 16 slots, each of four quarters, and a quarter's first QH slots have heads: 12 heads are
 // 3 in each quarter. The other slots are zero. 16 slots are the depth of a matmul, 8 are 16 bytes, and 4 are what a warp
@@ -13,7 +13,7 @@
 // Scores are in base 2 (times log2 e), float16.
 #include "warp.h"
 
-constexpr int NW = 8, THREADS = 32 * NW;      // warps
+constexpr int THREADS = 32 * NW;
 constexpr int NS = (H + 15) / 16, SLOTS = 16 * NS, QUARTERS = 4 * NS, QH = (H + QUARTERS - 1) / QUARTERS;
 constexpr int REPEAT = H / G;                 // heads that share a key
 constexpr int AHEAD = W - 1 - PAD;            // columns that a convolution reads to its right
@@ -198,7 +198,7 @@ struct Walk {
         Pair slope = pack(0.01f, 0.01f), minus = pack(-1.f, -1.f), zero = pack(0.f, 0.f);
         int column = begin - PAD + step;
         if constexpr (C > 0) {
-            float y[C8][4];
+            float y[CA / 8][4];
 #pragma unroll
             for (int n = 0; n < C8; n++) {
 #pragma unroll
@@ -208,14 +208,14 @@ struct Walk {
 #pragma unroll
                     for (int i = 0; i < NS; i++) first.multiply(y[n], score[(step + w) % W][i], w, n, i, C8, NS);
             }
-            Pair low[2][C8], high[2][C8];
+            Pair low[2][CA / 8], high[2][CA / 8];
 #pragma unroll
             for (int f = 0; f < 2; f++) load(low[f], &s.low[entry(f, column)][C / 4 * t]), load(high[f], &s.high[entry(f, column)][C / 4 * t]);
             if (PAD > 0 && near_start && column0 + column >= 0 && column0 + column < PAD) {
                 seldom();
 #pragma unroll
                 for (int f = 0; f < 2; f++) {
-                    Pair x[C8];
+                    Pair x[CA / 8];
                     load(x, left.knee + ((long)(column0 + column) * left.num_rows + left.row(r0 + g + 8 * f)) * C + C / 4 * t);
 #pragma unroll
                     for (int n = 0; n < C8; n++) {
