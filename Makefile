@@ -5,6 +5,7 @@
 # make lint       formatting, lint, types
 # make docs       build the documentation's site into build/docs; warnings are errors
 # make tpu-aot    install the compiler for TPUs, for planning without one (docs/planning.md)
+# make cuda-aot   install NVIDIA's compiler and JAX's launcher, for tests of the CUDA kernels without a GPU (docs/gpu.md)
 # make gpu-wheels download packages for a machine with a GPU and without a network (docs/gpu.md)
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ PY := .venv/bin/python
 # started with others is not changed.
 DEMO = runs/quickstart-$(shell $(PY) -c 'import platform; print(platform.python_version())')-$(shell cat Makefile configs/*.py | cksum | cut -d' ' -f1)
 
-.PHONY: demo test test-all test-newest test-oldest lint docs install install-dev tpu-aot gpu-wheels
+.PHONY: demo test test-all test-newest test-oldest lint docs install install-dev tpu-aot cuda-aot gpu-wheels
 .DELETE_ON_ERROR:
 
 install: .venv/installed
@@ -51,6 +52,14 @@ tpu-aot: .venv/tpu-aot/installed
 
 .venv/tpu-aot/installed: constraints.txt | install
 	$(PIP_INSTALL) --upgrade --no-deps --target .venv/tpu-aot libtpu
+	touch $@
+
+# Beside the environment for the same reason. The plugin must be of JAX's version.
+cuda-aot: .venv/cuda-aot/installed
+
+.venv/cuda-aot/installed: constraints.txt | install
+	$(PIP_INSTALL) --upgrade --no-deps --target .venv/cuda-aot nvidia-cuda-nvrtc nvidia-cuda-nvdisasm \
+	    jax-cuda13-plugin==$$($(PY) -c 'import jax; print(jax.__version__)')
 	touch $@
 
 # Packages that machines with PyTorch, JAX and its CUDA plugin usually lack, for Linux and Python 3.12.

@@ -1,11 +1,16 @@
 """Test the GPU kernels alone: uninitialised memory, meshes, lowering for CUDA, choices; cuDNN's attention.
 
 `test_kernels.py` compares values and gradients with those of other implementations. cuDNN's attention is replaced by
-XLA's implementation of the same function where values are computed.
+XLA's implementation of the same function where values are computed. The kernels in CUDA run in an emulator.
 """
 
 import functools
+import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -17,9 +22,11 @@ from helpers import attend_rows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-from test_kernels import Case, assert_close, compiled
+from test_kernels import HAS_COMPILER, Case, assert_close, compiled
 
-from dape_jax.kernels import attend_fused, gpu, why_not_fused
+from benchmarks import cuda_compiled
+from dape_jax.kernels import attend_fused, cuda, gpu, why_not_fused
+from dape_jax.kernels.cuda import compiler, emulator
 from dape_jax.model.attention import Auto, Blockwise, Dense, Fused
 from dape_jax.model.biases import BIASES
 from dape_jax.model.processors import Dape, DapeConfig, ScoreMod
@@ -164,6 +171,153 @@ def test_lowers_for_cuda_on_a_mesh():
 
     step, args = on_mesh(layers, AbstractMesh((2,), ("data",), (AxisType.Auto,), abstract_device=H200))
     assert lower_for_cuda(step, *args) == ALL_KERNELS
+
+
+# ---- kernels in CUDA
+
+CUDA = functools.partial(attend_fused, platform="cuda", interpret=True)
+TILES = dict(cuda.TILES)
+
+
+def run_emulated(case: Case, patch: pytest.MonkeyPatch, tile: int, seed: int, dtype=jnp.float32, scale: float = 1.0):
+    """Return values and all gradients with the tiles from `tile` on; `scale` multiplies the gradient of the output."""
+    for name, tiles in TILES.items():
+        patch.setitem(cuda.TILES, name, tiles[min(tile, len(tiles) - 1) :])
+    patch.setattr(cuda, "LEAST_TILES", {"forward": 1, "backward": 2})
+    patch.setattr(emulator, "SEED", seed)
+    both, params = case.run(CUDA)
+    q, k, v, dout = case.arrays(dtype)
+    return jax.device_get(both(params, q, k, v, dout * dtype(scale), *case.positions()))
+
+
+@HAS_COMPILER
+@pytest.mark.slow
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_sizes_tiles_and_orders_of_warps(data):
+    """The bits do not depend on the order in which warps run between barriers."""
+    heads, length = data.draw(st.sampled_from([1, 6, 12, 18])), data.draw(st.integers(1, 150))
+    width, alignment = data.draw(st.sampled_from([(1, "centered"), (3, "centered"), (7, "centered"), (2, "causal")]))
+    case = Case(
+        data.draw(st.sampled_from(["nope", "kerple", "t5"])),
+        width,
+        alignment,
+        heads=heads,
+        groups=data.draw(st.sampled_from([n for n in (1, 2, heads) if heads % n == 0])),
+        head_dim=data.draw(st.sampled_from([8, 24, 32])),
+        channels=data.draw(st.sampled_from([3, 16, 48])),
+        length=length,
+        row_stride=data.draw(st.integers(1, 3)),
+        first=data.draw(st.integers(0, length - 1)),
+        window=data.draw(st.none() | st.integers(1, length)),
+    )
+    tile = data.draw(st.integers(0, 3))
+    with pytest.MonkeyPatch.context() as patch:
+        ours, again = (run_emulated(case, patch, tile, seed) for seed in (0, 7))
+    dense = compiled(case, "dense")(*case.arrays(), *case.positions())
+    assert_close(ours, jax.device_get(dense), 1e-5)
+    jax.tree.map(np.testing.assert_array_equal, ours, again)
+
+
+@HAS_COMPILER
+def test_gradients_are_as_precise_for_any_size_of_the_loss(monkeypatch):
+    """Inside, gradients are float16 times a power of two: a loss times 2^n gives the same bits times 2^n."""
+    case = Case(heads=2, groups=1, length=50, channels=16)
+    (out, small), (_, large) = (run_emulated(case, monkeypatch, 2, 0, jnp.bfloat16, x) for x in (2.0**-40, 2.0**40))
+    assert out.dtype == jnp.bfloat16
+    for x, y in zip(jax.tree.leaves(small), jax.tree.leaves(large), strict=True):
+        np.testing.assert_array_equal(np.float64(x) * 2.0**80, np.float64(y))
+        assert np.isfinite(np.float64(y)).all()
+
+
+def test_what_the_kernels_in_cuda_take(monkeypatch):
+    def ask(capability="9.0", dtype=jnp.bfloat16, **sizes):
+        device = SimpleNamespace(compute_capability=capability)
+        monkeypatch.setattr(jax, "devices", lambda: [device])
+        case = Case(**sizes)
+        q, k = (jax.ShapeDtypeStruct(x.shape, dtype) for x in case.arrays()[:2])
+        return why_not_fused(q, k, ScoreMod(*case.abstract_layer()), Mask(row_stride=case.row_stride), platform="cuda")
+
+    large = {"head_dim": 64, "channels": 32, "heads": 12, "groups": 12}
+    assert ask(**large) is ask(dtype=jnp.float16, **large) is ask(plain=True) is ask("12.0", **large) is None
+    assert ask(heads=32, groups=32, head_dim=80, channels=32) is None
+    assert "registers" in str(ask(heads=32, groups=32, head_dim=128, channels=32))
+    assert "232448" in str(ask(heads=64, groups=64, channels=64))
+    assert "101376" in str(ask("8.6", **large | {"width": 7}))
+    monkeypatch.setattr(cuda, "device_platform", lambda: "gpu")
+    assert "float32" in str(ask(dtype=jnp.float32))
+    for capability in ("7.5", "gfx942"):
+        assert capability in str(ask(capability))
+    monkeypatch.setattr(compiler, "nvrtc", lambda: 1 / 0)
+    monkeypatch.setattr(compiler, "_launcher", lambda: None)
+    with pytest.raises(ZeroDivisionError):
+        ask()
+
+
+@pytest.fixture
+def cuda_aot() -> dict[str, str]:
+    """Return an environment in which Python finds NVIDIA's compiler and JAX's plugin for CUDA."""
+    folder = Path(sys.prefix, "cuda-aot")
+    if not folder.exists():
+        pytest.skip("make cuda-aot")
+    return os.environ | {"PYTHONPATH": f"{os.environ['PYTHONPATH'] if 'PYTHONPATH' in os.environ else ''}:{folder}"}
+
+
+LOWER = """
+import jax, test_gpu_kernel as t
+from dape_jax.kernels.cuda import compiler
+assert compiler.why_not() is None
+params, run = t.function_of(t.Case(heads=12, groups=12), jax.numpy.bfloat16)
+loss = lambda *args: run(t.functools.partial(t.attend_fused, platform="cuda"), *args).astype(float).sum()
+step = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
+qkv = [jax.ShapeDtypeStruct((2, 300, 12, 64), jax.numpy.bfloat16)] * 3
+check = jax.export.DisabledSafetyCheck.custom_call(compiler.TARGET)
+with jax.sharding.use_abstract_mesh(t.AbstractMesh((), (), abstract_device=t.H200)):
+    exported = jax.export.export(step, platforms=["cuda"], disabled_checks=[check])(params, *qkv)
+print(exported.mlir_module().count(f"custom_call @{compiler.TARGET}"))
+"""
+
+
+@pytest.mark.slow
+def test_kernels_in_cuda_lower_for_an_absent_gpu(cuda_aot, tmp_path):
+    """PTX is compiled once, and kept in the user's cache."""
+    environment = cuda_aot | {"XDG_CACHE_HOME": str(tmp_path)}
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", LOWER], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert done.stdout.split()[-1] == "2"
+        assert len({(path, path.stat().st_mtime_ns) for path in tmp_path.glob("dape_jax/*.ptx")}) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(x, marks=() if x == "sm_90a" else pytest.mark.exhaustive) for x in cuda_compiled.ARCHITECTURES],
+)
+def test_kernels_in_cuda_compile(cuda_aot, tmp_path, architecture):
+    """Compare with the committed table: spilling more makes a kernel slow. The compiler checks the shared memory."""
+    table = Path(__file__).parents[1] / "results" / "cuda_compiled" / "cuda_compiled.json"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.cuda_compiled",
+        f"--output={tmp_path}",
+        f"--architectures={architecture}",
+    ]
+    subprocess.run(command, cwd=table.parents[2], env=cuda_aot, capture_output=True, text=True, check=True)
+    expected, found = (json.loads(file.read_text())["rows"] for file in (table, tmp_path / table.name))
+    expected = [row for row in expected if row["architecture"] == architecture]
+    assert len(expected) == len(found) > len(cuda_compiled.CASES)
+    for old, new in zip(expected, found, strict=True):
+        assert old.keys() == new.keys()
+        if "reason" not in old:
+            assert {old[x] for x in ("kernel", "tile", "shared_kib")} == {
+                new[x] for x in ("kernel", "tile", "shared_kib")
+            }
+            assert new["spilled_loads"] <= 1.3 * old["spilled_loads"] + 100
+            assert new["clocks"] <= 1.15 * old["clocks"]
 
 
 # ---- rows of a block

@@ -32,7 +32,8 @@ from benchmarks import tpu as benchmark
 from dape_jax.config import read_model
 from dape_jax.errors import InputError
 from dape_jax.hardware import chip_of
-from dape_jax.kernels import KERNELS, attend_fused, gpu, tpu, why_not_fused
+from dape_jax.kernels import KERNELS, attend_fused, cuda, gpu, tpu, why_not_fused
+from dape_jax.kernels.cuda import emulator
 from dape_jax.model import attention
 from dape_jax.model.attention import Auto, Blockwise, Dense, Fused, attend, attend_on_mesh
 from dape_jax.model.biases import BIASES
@@ -158,7 +159,7 @@ def compiled(case: Case, implementation: str):
 
     Tests share the few programs that are compiled by default; more would hold too many memory mappings (`conftest.py`).
     Blocks have 32 rows on TPUs and 16 on GPUs, with bands of 16 offsets and taps in a loop if there are more than five,
-    so that few rows have several blocks, bands and runs.
+    so that few rows have several blocks, bands and runs. Chunks of the CUDA kernels have few tiles.
     """
     both, params = case.run(IMPLEMENTATIONS[implementation])
     with pytest.MonkeyPatch.context() as patch:
@@ -167,6 +168,7 @@ def compiled(case: Case, implementation: str):
         patch.setattr(gpu, "rows_in_block", lambda *_: 16)
         for name, value in {"BAND_WIDTH": 16, "NUM_RUNS": 2, "MAX_UNROLLED": 1500}.items():
             patch.setattr(gpu, name, value)
+        patch.setattr(cuda, "LEAST_TILES", {"forward": 1, "backward": 1})
         program = both.lower(params, *case.arrays(), *case.positions()).compile()
     return functools.partial(program, params)
 
@@ -189,7 +191,7 @@ MORE = {
     "window": Case(window=7, length=150, width=5),
     "window-of-one": Case(window=1),
     "three-tiles": Case("alibi", length=300, width=7, channels=16),
-    "many-heads": Case(heads=34, groups=2, channels=40, length=40),
+    "many-heads": Case(heads=32, groups=2, channels=40, length=40),
     "wide-heads": Case(head_dim=128, heads=2, groups=2, channels=64),
     "row-stride-and-window": Case(row_stride=4, length=160, window=30, alignment="causal", width=3),
     # Tiles of four phases have 508 columns: for two of them few rows are enough, since the interpreter is slow.
@@ -213,16 +215,27 @@ MORE_PLAIN = {
 }
 
 
+# Phases are the TPU kernels'.
+FOR_CUDA = {name: case for name, case in (MORE | MORE_PLAIN).items() if case.phases < 4 or case.row_stride == 16}
+
+HAS_COMPILER = pytest.mark.skipif(not emulator.is_available(), reason="the emulator of CUDA needs g++")
+
+
 def each(cases: dict[str, Case], *implementations: str) -> list:
     return [
-        pytest.param(case, implementation, id=f"{name}-{implementation}")
+        pytest.param(
+            case,
+            implementation,
+            id=f"{name}-{implementation}",
+            marks=[HAS_COMPILER] if implementation == "cuda" else [],
+        )
         for name, case in cases.items()
         for implementation in implementations
     ]
 
 
 def slowly(cases: list) -> list:
-    return [pytest.param(*case.values, id=case.id, marks=pytest.mark.slow) for case in cases]
+    return [pytest.param(*case.values, id=case.id, marks=[*case.marks, pytest.mark.slow]) for case in cases]
 
 
 def assert_close(found, exact, tolerance: float) -> None:
@@ -239,9 +252,11 @@ def assert_close(found, exact, tolerance: float) -> None:
     ("case", "implementation"),
     each({"kerple3": CASES["kerple3"]} | PLAIN, "tpu")
     + each({"alibi-causal4": CASES["alibi-causal4"]}, "gpu")
+    + each(CASES | PLAIN, "cuda")
     + slowly(each({"kerple3": CASES["kerple3"]}, "gpu", "dense", "blockwise"))
     + slowly(each({"alibi-causal4": CASES["alibi-causal4"]}, "tpu", "dense", "blockwise"))
-    + slowly(each(MORE, *KERNELS) + each(MORE_PLAIN, "tpu") + each(MORE | MORE_PLAIN, "dense", "blockwise")[::3]),
+    + slowly(each(MORE, "tpu", "gpu") + each(FOR_CUDA, "cuda") + each(MORE_PLAIN, "tpu"))
+    + slowly(each(MORE | MORE_PLAIN, "dense", "blockwise")[::3]),
 )
 def test_values_and_all_gradients_equal_one_row_at_a_time(case, implementation):
     """Check also that two calls return the same bits, and that rows and gradients do not depend on later tokens."""

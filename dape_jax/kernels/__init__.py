@@ -4,8 +4,8 @@ In: the arguments of `attend`. Out: the same values and gradients, or `NotImplem
 `attention.py`, whose `Fused` and `Auto` call it.
 
 `tables.py` converts bias and processor to the arrays that a kernel reads: the weights of the two convolutions, and the
-bias's contribution as functions of the distance. `tpu/` and `gpu.py` are the kernels; without bias and processor (NoPE,
-RoPE), a GPU uses cuDNN's flash attention. `docs/kernel.md` explains how they work.
+bias's contribution as functions of the distance. `tpu/`, `cuda/` and `gpu.py` (Triton) are the kernels; without bias
+and processor (NoPE, RoPE), a GPU uses cuDNN's flash attention. `docs/kernel.md` explains how they work.
 """
 
 import importlib
@@ -48,7 +48,7 @@ def why_not_fused(
         score_mod: bias and processor.
         mask: which keys a query sees, and the step between rows.
         has_segments: whether a row has segments, packed documents.
-        platform: platform of the devices: "tpu", "gpu" or "cpu".
+        platform: platform of the devices, "tpu", "gpu" or "cpu"; or "cuda" for the kernels in CUDA.
         device_kind: JAX's `device_kind` of the devices, or None for the devices of this process.
     """
     bias, processor, scale, cap = score_mod

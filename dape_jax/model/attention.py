@@ -368,8 +368,8 @@ class Fused(Implementation):
     GPU. Positions must be None. For other arguments it raises `NotImplementedError` with the reason.
     """
 
-    # "tpu" or "gpu", the platform of the kernel; None for that of the devices. On devices of another platform the
-    # kernel is interpreted, which is slow and meant for tests.
+    # Kernel: "tpu", "gpu" (Triton, and cuDNN without a processor), "cuda" (see `Cuda`); None for "tpu" or "gpu", after
+    # the devices. On devices of another platform the kernel is interpreted, which is slow and meant for tests.
     platform: str | None = None
 
     def __post_init__(self):
@@ -382,6 +382,17 @@ class Fused(Implementation):
         runs_on = "gpu" if self.platform == "cuda" else self.platform
         options = {"platform": self.platform or devices, "interpret": runs_on not in (None, devices)}
         return attend_fused(q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cuda(Fused):
+    """Fused kernels in CUDA C++ for NVIDIA GPUs (`kernels/cuda`): all heads and both convolutions in one kernel.
+
+    They take bfloat16 and float16, and a `DistanceBias` also without a processor. Not chosen by `Auto` yet, because
+    they have only run in an emulator: see `docs/gpu.md`.
+    """
+
+    platform: str | None = "cuda"
 
 
 # Chosen from measurements and compiled programs: docs/kernel.md, "Blockwise attention".
@@ -538,4 +549,4 @@ def attend_on_mesh(
     )([x for x in leaves if isinstance(x, jax.Array)], k_pos_S, starts_BS, q_BTHK, k_BSGK, v_BSGK)
 
 
-IMPLEMENTATIONS = {"auto": Auto, "dense": Dense, "blockwise": Blockwise, "fused": Fused}
+IMPLEMENTATIONS = {"auto": Auto, "dense": Dense, "blockwise": Blockwise, "fused": Fused, "cuda": Cuda}

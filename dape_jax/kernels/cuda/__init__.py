@@ -30,7 +30,11 @@ from dape_jax.sharding import device_platform, full_precision
 LOG2E = math.log2(math.e)
 MULTIPROCESSORS = 132  # of an H100; with fewer blocks of rows than two for each, a block has a chunk of the keys
 # Rows and columns of a tile, and warps of a block: the first that fits.
-TILES = {"forward": ((32, 64, 8), (32, 32, 8), (16, 32, 8), (16, 16, 4)), "backward": ((32, 32, 8), (16, 32, 8), (16, 16, 4))}
+TILES = {
+    "forward": ((32, 64, 8), (32, 32, 8), (16, 32, 8), (16, 16, 4)),
+    "backward": ((32, 32, 8), (16, 32, 8), (16, 16, 4)),
+}
+LEAST_TILES = {"forward": 4, "backward": 8}  # of a chunk
 MAX_ACCUMULATORS = 160  # registers of a thread for the output
 MAX_KNEE = 6e4  # in float16; the branch of LeakyReLU is decided long before
 MAX_GRADIENT = 2.0**14  # bound of gradients in float16
@@ -104,7 +108,14 @@ class Tiling:
 
     def defines(self) -> dict[str, int]:
         """Return the macros of the source."""
-        letters = {"R": self.rows, "L": self.columns, "NW": self.warps, "H": self.heads, "G": self.groups, "K": self.head_dim}
+        letters = {
+            "R": self.rows,
+            "L": self.columns,
+            "NW": self.warps,
+            "H": self.heads,
+            "G": self.groups,
+            "K": self.head_dim,
+        }
         letters |= {"C": self.channels, "W": self.width, "PAD": self.pad, "STRIDE": self.row_stride}
         return letters | ({"FLOAT16": 1} if self.dtype == "float16" else {})
 
@@ -130,10 +141,11 @@ def tilings(
         NotImplementedError: no tiling fits.
     """
     (heads, head_dim), (width, pad, channels) = q_BTHK.shape[2:], sizes
-    rest = (heads, k_BSGK.shape[2], _multiple(head_dim), _multiple(channels), width, pad, row_stride)
+    sizes_of_all: dict[str, Any] = {"heads": heads, "groups": k_BSGK.shape[2], "head_dim": _multiple(head_dim)}
+    sizes_of_all |= {"channels": _multiple(channels), "width": width, "pad": pad, "row_stride": row_stride}
     found = []
     for kernel, tiles in TILES.items():
-        options = [Tiling(kernel, *tile, *rest, q_BTHK.dtype.name) for tile in tiles]
+        options = [Tiling(kernel, *tile, **sizes_of_all, dtype=q_BTHK.dtype.name) for tile in tiles]
         options = [x for x in options if kernel == "backward" or x.accumulators <= MAX_ACCUMULATORS]
         if not options:
             raise NotImplementedError(f"H = {heads} and K = {head_dim}: the output of 16 rows exceeds the registers")
@@ -201,7 +213,8 @@ def attend(
         knee_CN=jnp.pad(operator.knee_CN, ((0, channels), (0, 0))),
         left_knee_PCT=jnp.pad(operator.left_knee_PCT, ((0, 0), (0, channels), (0, 0))),
     )
-    return _attend(call, q, k, v, first, operator)[..., :head_dim]
+    out: Array = _attend(call, q, k, v, first, operator)
+    return out[..., :head_dim]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,11 +244,11 @@ class Call:
             return emulator.launch(tiling, grid, out, arrays, ints, scale)
         return compiler.launch(tiling, grid, out, arrays, ints, scale)
 
-    def chunks(self, tiling: Tiling, blocks: int, num_keys: int, least: int) -> tuple[int, int]:
+    def chunks(self, tiling: Tiling, blocks: int, num_keys: int) -> tuple[int, int]:
         """Return the number of chunks of the keys, and tiles in each: several if there are few blocks of rows."""
         tiles = -(-num_keys // tiling.columns)
         wanted = -(-3 * MULTIPROCESSORS // blocks) if blocks < 2 * MULTIPROCESSORS else 1
-        size = min(max(least, -(-tiles // wanted)), tiles)
+        size = min(max(LEAST_TILES[tiling.kernel], -(-tiles // wanted)), tiles)
         return -(-tiles // size), size
 
     @property
@@ -303,7 +316,7 @@ def _run_forward(call: Call, q: Array, k: Array, v: Array, first: Array, operato
     t, (batch, num_rows, heads, _), num_keys = call.forward, q.shape, k.shape[1]
     weights, _, tables = operands(t, operator)
     blocks = -(-num_rows // t.rows)
-    chunks, per_chunk = call.chunks(t, blocks * batch, num_keys, 4)
+    chunks, per_chunk = call.chunks(t, blocks * batch, num_keys)
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     if chunks == 1:
         out = [jax.ShapeDtypeStruct(q.shape, q.dtype), shape((batch, num_rows, heads))]
@@ -314,11 +327,11 @@ def _run_forward(call: Call, q: Array, k: Array, v: Array, first: Array, operato
     if chunks == 1:
         return out, lse
     reference, total = lse[..., 0], lse[..., 1]
-    largest = reference.max(0)
+    largest = reference.max(0, keepdims=True)
     weight = jnp.exp2(reference - largest)
     sums = (weight * total).sum(0)
     out = jnp.where(total[..., None] > 0, out, 0)  # a chunk without columns has no values
-    return ((weight[..., None] * out).sum(0) / sums[..., None]).astype(q.dtype), largest + jnp.log2(sums)
+    return ((weight[..., None] * out).sum(0) / sums[..., None]).astype(q.dtype), largest[0] + jnp.log2(sums)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -375,15 +388,21 @@ def _attend_backward(call, saved, dout):
         return jax.lax.slice_in_dim(x, 0, num_rows, axis=dim)
 
     dq, d_left_knee, d_left_added = (jnp.concatenate(x) for x in zip(*of_rows, strict=True))
-    dk, dv, *d_shared = total
-    d_operator = Operator(*d_shared, from_blocks(d_left_knee, 2), from_blocks(d_left_added, 2))
-    return from_blocks(dq, 1).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), np.zeros((), jax.dtypes.float0), d_operator
+    dk, dv, d_first, d_second, d_knee, d_added = total
+    d_operator = Operator(d_first, d_second, d_knee, d_added, from_blocks(d_left_knee, 2), from_blocks(d_left_added, 2))
+    return (
+        from_blocks(dq, 1).astype(q.dtype),
+        dk.astype(k.dtype),
+        dv.astype(v.dtype),
+        np.zeros((), jax.dtypes.float0),
+        d_operator,
+    )
 
 
-def _gradient_scale(dout: Array, v: Array, operator: Operator) -> Float[Array, "1"]:
+def _gradient_scale(dout: Array, v: Array, operator: Operator) -> Float[Array, ""]:
     """Return a power of two with which gradients of scores and of hidden channels are at most `MAX_GRADIENT`.
 
-        |dout v^T - delta| <= 2 |dout| |v|, times 1 or the norm of the transposed convolutions
+    |dout v^T - delta| <= 2 |dout| |v|, times 1 or the norm of the transposed convolutions
     """
 
     def longest(x: Array) -> Array:
@@ -394,17 +413,17 @@ def _gradient_scale(dout: Array, v: Array, operator: Operator) -> Float[Array, "
         second = jnp.abs(operator.output_WCH).sum((0, 2)).max()
         gain = jnp.maximum(second, 1 + second * jnp.abs(operator.scores_WHC).sum((0, 2)).max())
     exponent = jnp.floor(jnp.log2(MAX_GRADIENT / (2 * longest(dout) * longest(v) * gain)))
-    return jnp.ldexp(jnp.ones(1), jnp.clip(exponent, -100, 100).astype(jnp.int32))
+    return jnp.ldexp(jnp.ones(()), jnp.clip(exponent, -100, 100).astype(jnp.int32))
 
 
 def _gradients_of_rows(call, q, k, v, dout, lse, delta, first, operator, grad_scale):
-    """Return the gradients of k, v and the four shared arrays of the operator; and of q and the operator's left arrays."""
+    """Return the gradients of k, v and the operator's four shared arrays; and of q and the operator's left arrays."""
     t, (batch, num_rows, heads, head_dim), (num_keys, groups) = call.backward, q.shape, k.shape[1:3]
     channels, width, pad, ahead = t.channels, t.width, t.pad, t.ahead
     _, weights, tables = operands(t, operator)
     num_distances = operator.added_HN.shape[1]
     blocks, padded = num_rows // t.rows, num_keys + 2 * ahead
-    chunks, per_chunk = call.chunks(t, blocks * batch, padded, 8)
+    chunks, per_chunk = call.chunks(t, blocks * batch, padded)
     padded = _multiple(padded, t.columns)
     grid, square = (blocks, chunks, batch), jax.ShapeDtypeStruct((batch, heads, num_rows, padded), q.dtype)
     num_parts, entries = math.prod(grid), padded + 2 * t.row_stride * t.rows + t.columns
@@ -412,7 +431,7 @@ def _gradients_of_rows(call, q, k, v, dout, lse, delta, first, operator, grad_sc
     shapes += (batch, pad, num_rows, channels), (batch, 2 * pad, num_rows, t.slots)
     shapes = [x if math.prod(x) else (8,) for x in shapes]
     out = [square, square, *(jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes)]
-    arrays = [q, k, v, dout, lse, delta, weights, *tables, first.reshape(1), grad_scale]
+    arrays = [q, k, v, dout, lse, delta, weights, *tables, first.reshape(1), grad_scale.reshape(1)]
     ints = [num_rows, num_keys, num_distances, call.reach, per_chunk, padded]
     probs, d_scores, d_tables, *parts = call.launch(t, grid, out, arrays, ints)
 
@@ -420,7 +439,7 @@ def _gradients_of_rows(call, q, k, v, dout, lse, delta, first, operator, grad_sc
     q, dout = (x.reshape(batch, num_rows, groups, -1, head_dim) for x in (q, dout))
     k = jnp.pad(k, ((0, 0), (0, padded - num_keys), (0, 0), (0, 0)))
     options = {"preferred_element_type": jnp.float32, "precision": full_precision(q.dtype)}
-    factor = call.scale / grad_scale[0]
+    factor = call.scale / grad_scale
     dq = factor * jnp.einsum("BGRTS,BSGK->BTGRK", d_scores, k, **options).reshape(batch, num_rows, heads, head_dim)
     dk = factor * jnp.einsum("BGRTS,BTGRK->BSGK", d_scores, q, **options)[:, :num_keys]
     dv = jnp.einsum("BGRTS,BTGRK->BSGK", probs, dout, **options)[:, 2 * ahead :][:, :num_keys]

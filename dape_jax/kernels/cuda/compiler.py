@@ -7,6 +7,7 @@ needed. PTX is kept in the user's cache directory, by its source, macros and arc
 import ctypes
 import functools
 import hashlib
+import importlib
 import os
 import sys
 import tempfile
@@ -67,16 +68,17 @@ def _launcher() -> Any:
     """Return jaxlib's module that launches kernels.
 
     Raises:
-        ImportError: this version of JAX has none.
+        ImportError: this version of jaxlib has none.
         AttributeError: JAX's plugin for CUDA is missing.
     """
-    from jax._src.lib import gpu_triton  # private, but the only launcher that needs no C++ extension
+    launcher = importlib.import_module("jaxlib.gpu_triton")
+    assert launcher.TritonKernel
+    return launcher
 
-    gpu_triton.TritonKernel  # noqa: B018
-    return gpu_triton
 
-
-def compile_source(kernel: str, architecture: str, defines: dict[str, int], options: tuple[str, ...] = ()) -> tuple[bytes, str]:
+def compile_source(
+    kernel: str, architecture: str, defines: dict[str, int], options: tuple[str, ...] = ()
+) -> tuple[bytes, str]:
     """Compile a kernel with NVRTC; return its code, PTX for "compute_90", machine code for "sm_90a", and the log.
 
     Raises:
@@ -110,14 +112,16 @@ def ptx_of(tiling: Any, architecture: str) -> str:
     defines = tiling.defines() | {"SHARED_BYTES": tiling.shared_bytes}
     sources = b"".join((SOURCES / name).read_bytes() for name in (*HEADERS, f"{tiling.kernel}.cu"))
     key = hashlib.sha256(sources + f"{defines} {architecture}".encode()).hexdigest()
-    folder = Path(os.environ["XDG_CACHE_HOME"] if "XDG_CACHE_HOME" in os.environ else "~/.cache").expanduser() / "dape_jax"
+    folder = (
+        Path(os.environ["XDG_CACHE_HOME"] if "XDG_CACHE_HOME" in os.environ else "~/.cache").expanduser() / "dape_jax"
+    )
     path = folder / f"{key}.ptx"
     if path.is_file():
         return path.read_text()
     ptx = compile_source(tiling.kernel, architecture, defines)[0].decode()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, delete=False) as file:
             file.write(ptx)
         Path(file.name).replace(path)
     except OSError:
@@ -125,8 +129,10 @@ def ptx_of(tiling: Any, architecture: str) -> str:
     return ptx
 
 
-def launch(tiling: Any, grid: tuple[int, int, int], out: list, arrays: list[Array], ints: list[int], scale: float) -> list[Array]:
-    """Run a kernel on the GPU: pointers to the arrays and to `out`, which begins as zeros, then ints, then the scale."""
+def launch(
+    tiling: Any, grid: tuple[int, int, int], out: list, arrays: list[Array], ints: list[int], scale: float
+) -> list[Array]:
+    """Run a kernel on the GPU. Its arguments: pointers to the arrays and to `out`, then the ints, then the scale."""
     launcher, architecture = _launcher(), capability().replace(".", "")
     name, ptx = f"dape_{tiling.kernel}", ptx_of(tiling, f"compute_{architecture}")
     kernel = launcher.TritonKernel(name, tiling.warps, 1, tiling.shared_bytes, ptx, "", int(architecture))

@@ -35,8 +35,10 @@ def is_available() -> bool:
     return shutil.which("g++") is not None
 
 
-def launch(tiling: Tiling, grid: tuple[int, int, int], out: list, arrays: list[Array], ints: list[int], scale: float) -> list[Array]:
-    """Run a kernel in the emulator. 16-bit numbers are stored as float32; float32 queries mean no rounding to 16 bits."""
+def launch(
+    tiling: Tiling, grid: tuple[int, int, int], out: list, arrays: list[Array], ints: list[int], scale: float
+) -> list[Array]:
+    """Run a kernel in the emulator. 16-bit numbers are stored as float32; with float32 queries they are not rounded."""
     rounds = {} if tiling.dtype == "float32" else {"ROUND": 1}
     defines = tuple((tiling.defines() | rounds).items())
 
