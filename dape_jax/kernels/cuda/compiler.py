@@ -42,7 +42,8 @@ def why_not() -> str | None:
     if not found.replace(".", "").isdigit() or float(found) < 8:
         return f"the kernels need an NVIDIA GPU of compute capability 8.0 or more; this one has {found!r}"
     try:
-        nvrtc(), _launcher()
+        nvrtc()
+        _launcher()
     except (OSError, ImportError, AttributeError) as error:
         return f"the kernels cannot be compiled: {error}"
     return None
