@@ -31,7 +31,8 @@ from benchmarks.measure import Row, check_names, table, write
 from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.errors import InputError
-from dape_jax.kernels.cuda import Tiling, compiler, tilings
+from dape_jax.kernels.cuda import compiler
+from dape_jax.kernels.cuda.tiling import Tiling, tilings
 from dape_jax.kernels.tables import convolution_sizes
 from dape_jax.model.processors import DapeConfig
 from dape_jax.provenance import make_results_directory

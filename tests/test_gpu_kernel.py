@@ -26,7 +26,7 @@ from test_kernels import HAS_COMPILER, Case, assert_close, compiled
 
 from benchmarks import cuda_compiled
 from dape_jax.kernels import attend_fused, cuda, gpu, why_not_fused
-from dape_jax.kernels.cuda import compiler, emulator
+from dape_jax.kernels.cuda import compiler, emulator, tiling
 from dape_jax.model.attention import Auto, Blockwise, Dense, Fused
 from dape_jax.model.biases import BIASES
 from dape_jax.model.processors import Dape, DapeConfig, ScoreMod
@@ -176,13 +176,13 @@ def test_lowers_for_cuda_on_a_mesh():
 # ---- kernels in CUDA
 
 CUDA = functools.partial(attend_fused, platform="cuda", interpret=True)
-TILES = dict(cuda.TILES)
+TILES = dict(tiling.TILES)
 
 
 def run_emulated(case: Case, patch: pytest.MonkeyPatch, tile: int, seed: int, dtype=jnp.float32, scale: float = 1.0):
     """Return values and all gradients with the tiles from `tile` on; `scale` multiplies the gradient of the output."""
     for name, tiles in TILES.items():
-        patch.setitem(cuda.TILES, name, tiles[min(tile, len(tiles) - 1) :])
+        patch.setitem(tiling.TILES, name, tiles[min(tile, len(tiles) - 1) :])
     patch.setattr(cuda, "LEAST_TILES", {"forward": 1, "backward": 2})
     patch.setattr(emulator, "SEED", seed)
     both, params = case.run(CUDA)

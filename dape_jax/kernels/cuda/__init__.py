@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dape_jax.kernels.cuda import compiler
+from dape_jax.kernels.cuda.tiling import Tiling, multiple, tilings
 from dape_jax.kernels.tables import Operator, convolution_sizes
 from dape_jax.model.processors import SLOPE, DapeConfig
 from dape_jax.model.scores import Mask, causal_runs
@@ -29,136 +30,11 @@ from dape_jax.sharding import device_platform, full_precision
 
 LOG2E = math.log2(math.e)
 MULTIPROCESSORS = 132  # of an H100; with fewer blocks of rows than two for each, a block has a chunk of the keys
-# Rows and columns of a tile, and warps of a block: the first that fits.
-TILES = {
-    "forward": ((32, 64, 8), (32, 32, 8), (16, 32, 8), (16, 16, 4)),
-    "backward": ((32, 32, 8), (16, 32, 8), (16, 16, 4)),
-}
 LEAST_TILES = {"forward": 4, "backward": 8}  # of a chunk
-MAX_ACCUMULATORS = 160  # registers of a thread for the output
 MAX_KNEE = 6e4  # in float16; the branch of LeakyReLU is decided long before
 MAX_GRADIENT = 2.0**14  # bound of gradients in float16
 BLOCK_BYTES = 512 * 2**20  # of P and dS in the backward pass
 NUM_RUNS = 4  # runs of blocks of rows, each with its own number of keys
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """Sizes that a kernel is compiled for.
-
-    Args:
-        kernel: "forward" or "backward".
-        rows: R, rows of a block.
-        columns: L, columns of a tile.
-        warps: warps of a block.
-        heads: H.
-        groups: G.
-        head_dim: K, a multiple of 16.
-        channels: C, a multiple of 16, or 0 without convolutions.
-        width: W.
-        pad: columns that a convolution reads to its left.
-        row_stride: columns between neighbouring rows.
-        dtype: of q, k and v: "bfloat16", "float16", or in the emulator "float32", without rounding.
-    """
-
-    kernel: str
-    rows: int
-    columns: int
-    warps: int
-    heads: int
-    groups: int
-    head_dim: int
-    channels: int
-    width: int
-    pad: int
-    row_stride: int
-    dtype: str
-
-    @property
-    def slots(self) -> int:
-        """Return the number of slots of heads; see `tile.h`."""
-        return 16 * -(-self.heads // 16)
-
-    @property
-    def ahead(self) -> int:
-        """Return the number of columns that a convolution reads to its right."""
-        return self.width - 1 - self.pad
-
-    @property
-    def accumulators(self) -> int:
-        """Return the registers of a thread for the output: 16 rows of some heads."""
-        return -(-self.heads * (self.rows // 16) // self.warps) * self.head_dim // 2
-
-    @property
-    def shared_bytes(self) -> int:
-        """Return the bytes of shared memory of a block: the struct `Shared` of the kernel."""
-        R, L, H, C, S, W = self.rows, self.columns, self.heads, self.channels, self.slots, self.width
-        reach, halo = self.row_stride * (R - 1), 2 * (W - 1)
-        distances, fragments = reach + L + W - 1, W * (C // 8) * (S // 8)
-        plane = R * ((L + halo) | 1) * 16
-        tables = 2 * 2 * distances * (C or 16) + 4 * distances * S
-        probs = 2 * H * R * (L + 8)
-        shared = S // 8 * plane + probs + tables
-        if self.kernel == "forward":
-            sums = 4 * R * S * (2 + self.warps * 16 // R)
-            return shared + 2 * H * R * (self.head_dim + 8) + 128 * max(1, 2 * fragments) + sums
-        hidden, signs = 2 * R * (L * C + 8), 4 * R // 16 * (L + W - 1) * 32
-        sums = 4 * (2 * R * S + (reach + L) * (C + S))
-        return shared + S // 8 * plane + hidden + signs + 128 * max(1, 4 * fragments) + sums
-
-    def defines(self) -> dict[str, int]:
-        """Return the macros of the source."""
-        letters = {
-            "R": self.rows,
-            "L": self.columns,
-            "NW": self.warps,
-            "H": self.heads,
-            "G": self.groups,
-            "K": self.head_dim,
-        }
-        letters |= {"C": self.channels, "W": self.width, "PAD": self.pad, "STRIDE": self.row_stride}
-        return letters | ({"FLOAT16": 1} if self.dtype == "float16" else {})
-
-
-def tilings(
-    q_BTHK: jax.ShapeDtypeStruct | Array,
-    k_BSGK: jax.ShapeDtypeStruct | Array,
-    sizes: tuple[int, int, int],
-    *,
-    row_stride: int,
-    limit: int,
-) -> tuple[Tiling, Tiling]:
-    """Return the tilings of the forward and the backward kernel.
-
-    Args:
-        q_BTHK: queries, or their shape and dtype.
-        k_BSGK: keys.
-        sizes: W, padding to the left, and C.
-        row_stride: columns between neighbouring rows.
-        limit: bytes of shared memory of a block.
-
-    Raises:
-        NotImplementedError: no tiling fits.
-    """
-    (heads, head_dim), (width, pad, channels) = q_BTHK.shape[2:], sizes
-    sizes_of_all: dict[str, Any] = {"heads": heads, "groups": k_BSGK.shape[2], "head_dim": _multiple(head_dim)}
-    sizes_of_all |= {"channels": _multiple(channels), "width": width, "pad": pad, "row_stride": row_stride}
-    found = []
-    for kernel, tiles in TILES.items():
-        options = [Tiling(kernel, *tile, **sizes_of_all, dtype=q_BTHK.dtype.name) for tile in tiles]
-        options = [x for x in options if kernel == "backward" or x.accumulators <= MAX_ACCUMULATORS]
-        if not options:
-            raise NotImplementedError(f"H = {heads} and K = {head_dim}: the output of 16 rows exceeds the registers")
-        fitting = [x for x in options if x.shared_bytes <= limit]
-        if not fitting:
-            need, name = options[-1].shared_bytes, f"H = {heads}, K = {head_dim}, C = {channels}, W = {width}"
-            raise NotImplementedError(f"{name}: the {kernel} kernel needs {need} bytes of shared memory, not {limit}")
-        found.append(fitting[0])
-    return found[0], found[1]
-
-
-def _multiple(size: int, of: int = 16) -> int:
-    return -(-size // of) * of
 
 
 def why_not(
@@ -424,7 +300,7 @@ def _gradients_of_rows(call, q, k, v, dout, lse, delta, first, operator, grad_sc
     num_distances = operator.added_HN.shape[1]
     blocks, padded = num_rows // t.rows, num_keys + 2 * ahead
     chunks, per_chunk = call.chunks(t, blocks * batch, padded)
-    padded = _multiple(padded, t.columns)
+    padded = multiple(padded, t.columns)
     grid, square = (blocks, chunks, batch), jax.ShapeDtypeStruct((batch, heads, num_rows, padded), q.dtype)
     num_parts, entries = math.prod(grid), padded + 2 * t.row_stride * t.rows + t.columns
     shapes = (num_parts, entries, channels + t.slots), *((num_parts, width, t.slots * channels),) * 2

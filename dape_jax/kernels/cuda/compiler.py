@@ -18,6 +18,8 @@ from typing import Any
 import jax
 from jax import Array
 
+from dape_jax.kernels.cuda.tiling import Tiling
+
 SOURCES = Path(__file__).parent
 HEADERS = ("warp.h", "tile.h")
 TARGET = "triton_kernel_call_ffi"
@@ -108,7 +110,7 @@ def compile_source(
 
 
 @functools.cache
-def ptx_of(tiling: Any, architecture: str) -> str:
+def ptx_of(tiling: Tiling, architecture: str) -> str:
     """Return the PTX of a kernel, from the cache or compiled."""
     defines = tiling.defines() | {"SHARED_BYTES": tiling.shared_bytes}
     sources = b"".join((SOURCES / name).read_bytes() for name in (*HEADERS, f"{tiling.kernel}.cu"))
@@ -131,7 +133,7 @@ def ptx_of(tiling: Any, architecture: str) -> str:
 
 
 def launch(
-    tiling: Any, grid: tuple[int, int, int], out: list, arrays: list[Array], ints: list[int], scale: float
+    tiling: Tiling, grid: tuple[int, int, int], out: list, arrays: list[Array], ints: list[int], scale: float
 ) -> list[Array]:
     """Run a kernel on the GPU. Its arguments: pointers to the arrays and to `out`, then the ints, then the scale."""
     launcher, architecture = _launcher(), capability().replace(".", "")

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from dape_jax.kernels.cuda import Tiling
+from dape_jax.kernels.cuda.tiling import Tiling
 
 SOURCES = Path(__file__).parent
 SEED = 0  # of the order of the warps

@@ -1,0 +1,137 @@
+"""Sizes of the tiles of the CUDA kernels.
+
+In: shapes, and the shared memory of the GPU. Out: a `Tiling` of each kernel. Next: `compiler.py`.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import Array
+
+# Rows and columns of a tile, and warps of a block: the first that fits.
+TILES = {
+    "forward": ((32, 64, 8), (32, 32, 8), (16, 32, 8), (16, 16, 4)),
+    "backward": ((32, 32, 8), (16, 32, 8), (16, 16, 4)),
+}
+MAX_ACCUMULATORS = 160  # registers of a thread for the output
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """Sizes that a kernel is compiled for.
+
+    Args:
+        kernel: "forward" or "backward".
+        rows: R, rows of a block.
+        columns: L, columns of a tile.
+        warps: warps of a block.
+        heads: H.
+        groups: G.
+        head_dim: K, a multiple of 16.
+        channels: C, a multiple of 16, or 0 without convolutions.
+        width: W.
+        pad: columns that a convolution reads to its left.
+        row_stride: columns between neighbouring rows.
+        dtype: of q, k and v: "bfloat16", "float16", or in the emulator "float32", without rounding.
+    """
+
+    kernel: str
+    rows: int
+    columns: int
+    warps: int
+    heads: int
+    groups: int
+    head_dim: int
+    channels: int
+    width: int
+    pad: int
+    row_stride: int
+    dtype: str
+
+    @property
+    def slots(self) -> int:
+        """Return the number of slots of heads; see `tile.h`."""
+        return 16 * -(-self.heads // 16)
+
+    @property
+    def ahead(self) -> int:
+        """Return the number of columns that a convolution reads to its right."""
+        return self.width - 1 - self.pad
+
+    @property
+    def accumulators(self) -> int:
+        """Return the registers of a thread for the output: 16 rows of some heads."""
+        return -(-self.heads * (self.rows // 16) // self.warps) * self.head_dim // 2
+
+    @property
+    def shared_bytes(self) -> int:
+        """Return the bytes of shared memory of a block: the struct `Shared` of the kernel."""
+        R, L, H, C, S, W = self.rows, self.columns, self.heads, self.channels, self.slots, self.width
+        reach, halo = self.row_stride * (R - 1), 2 * (W - 1)
+        distances, fragments = reach + L + W - 1, W * (C // 8) * (S // 8)
+        plane = R * ((L + halo) | 1) * 16
+        tables = 2 * 2 * distances * (C or 16) + 4 * distances * S
+        probs = 2 * H * R * (L + 8)
+        shared = S // 8 * plane + probs + tables
+        if self.kernel == "forward":
+            sums = 4 * R * S * (2 + self.warps * 16 // R)
+            return shared + 2 * H * R * (self.head_dim + 8) + 128 * max(1, 2 * fragments) + sums
+        hidden, signs = 2 * R * (L * C + 8), 4 * R // 16 * (L + W - 1) * 32
+        sums = 4 * (2 * R * S + (reach + L) * (C + S))
+        return shared + S // 8 * plane + hidden + signs + 128 * max(1, 4 * fragments) + sums
+
+    def defines(self) -> dict[str, int]:
+        """Return the macros of the source."""
+        letters = {
+            "R": self.rows,
+            "L": self.columns,
+            "NW": self.warps,
+            "H": self.heads,
+            "G": self.groups,
+            "K": self.head_dim,
+        }
+        letters |= {"C": self.channels, "W": self.width, "PAD": self.pad, "STRIDE": self.row_stride}
+        return letters | ({"FLOAT16": 1} if self.dtype == "float16" else {})
+
+
+def tilings(
+    q_BTHK: jax.ShapeDtypeStruct | Array,
+    k_BSGK: jax.ShapeDtypeStruct | Array,
+    sizes: tuple[int, int, int],
+    *,
+    row_stride: int,
+    limit: int,
+) -> tuple[Tiling, Tiling]:
+    """Return the tilings of the forward and the backward kernel.
+
+    Args:
+        q_BTHK: queries, or their shape and dtype.
+        k_BSGK: keys.
+        sizes: W, padding to the left, and C.
+        row_stride: columns between neighbouring rows.
+        limit: bytes of shared memory of a block.
+
+    Raises:
+        NotImplementedError: no tiling fits.
+    """
+    (heads, head_dim), (width, pad, channels) = q_BTHK.shape[2:], sizes
+    sizes_of_all: dict[str, Any] = {"heads": heads, "groups": k_BSGK.shape[2], "head_dim": multiple(head_dim)}
+    sizes_of_all |= {"channels": multiple(channels), "width": width, "pad": pad, "row_stride": row_stride}
+    found = []
+    for kernel, tiles in TILES.items():
+        options = [Tiling(kernel, *tile, **sizes_of_all, dtype=q_BTHK.dtype.name) for tile in tiles]
+        options = [x for x in options if kernel == "backward" or x.accumulators <= MAX_ACCUMULATORS]
+        if not options:
+            raise NotImplementedError(f"H = {heads} and K = {head_dim}: the output of 16 rows exceeds the registers")
+        fitting = [x for x in options if x.shared_bytes <= limit]
+        if not fitting:
+            need, name = options[-1].shared_bytes, f"H = {heads}, K = {head_dim}, C = {channels}, W = {width}"
+            raise NotImplementedError(f"{name}: the {kernel} kernel needs {need} bytes of shared memory, not {limit}")
+        found.append(fitting[0])
+    return found[0], found[1]
+
+
+def multiple(size: int, of: int = 16) -> int:
+    """Return the smallest multiple of a number that is at least `size`."""
+    return -(-size // of) * of
