@@ -8,7 +8,7 @@ letters, and so do the names of the model's parameters, from which `sharding.py`
     F  feed-forward width         V  vocabulary                 L  layers (stacked parameters)
     C  hidden channels of the score convolution                 W  width of its kernel
     G  heads of keys and values         R  H / G, query heads that share one
-    M  hidden width of FIRE's MLP       N  buckets of T5's bias         P  positions of CoPE's table
+    M  hidden width of FIRE's MLP       N  buckets of T5's bias         P  positions of a table
     I, O  channels in and out of a convolution                          J  its output columns: keys and padding
     In `tasks/`: N symbols of an input, M of its target
 

@@ -193,6 +193,7 @@ class RunConfig(BaseRunConfig):
         vocab_size, num_outputs = self.model.vocab_size, self.model.num_outputs
         allowed = f"must be model.vocab_size = {vocab_size} for a language model"
         require(num_outputs == vocab_size, "model.num_outputs", num_outputs, allowed)
+        self.model.check_length("train.train_length", self.train.train_length)
 
 
 @dataclasses.dataclass(frozen=True)

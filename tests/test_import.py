@@ -68,6 +68,7 @@ WINDOWS = [SLIDING, FULL, SLIDING]
 TYPES = {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 30.0}}
 GEMMA = {"num_key_value_heads": 2, "head_dim": 10, "query_pre_attn_scalar": 7, "pad_token_id": None}
 GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.5, "residual_multiplier": 0.4, "logits_scaling": 0.6}
+GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64}
 # The fields of published configs, as they are saved there, with small sizes and windows, and without a token of
 # padding, whose embedding PyTorch does not train.
 PUBLISHED_MODELS: dict[str, dict[str, Any]] = {
@@ -108,6 +109,13 @@ PUBLISHED_MODELS: dict[str, dict[str, Any]] = {
         **{"initializer_range": 0.02, "logits_scaling": 16.0, "mlp_bias": False, "num_key_value_heads": 2},
         **{"residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0},
         **{"tie_word_embeddings": True, "use_cache": True, "max_position_embeddings": 4096, "pad_token_id": None},
+    },
+    "gpt2": {
+        **{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1},
+        **{"embd_pdrop": 0.1, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "n_ctx": 64, "n_embd": 32},
+        **{"n_head": 4, "n_layer": 3, "n_positions": 64, "resid_pdrop": 0.1, "summary_activation": None},
+        **{"summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index"},
+        **{"summary_use_proj": True, "task_specific_params": {"text-generation": {"max_length": 50}}},
     },
     "olmo3": {
         **{"architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0},
@@ -187,23 +195,34 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**GRANITE, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True, "pad_token_id": None},
     ),
     "granite-tied": ("granite", {**GRANITE, **TIED, "pad_token_id": None}),
+    "gpt2": ("gpt2", {**GPT2, "n_inner": 24}),
+    "gpt2-untied": ("gpt2", {**GPT2, "activation_function": "relu", **UNTIED}),
     **{f"published-{name}": (name, config) for name, config in PUBLISHED_MODELS.items()},
 }
-FAST = {"pythia", "llama3", "qwen3", "phi", "published-olmo3", "gemma2", "granite-tied"}  # every kind of layer
+FAST = {"pythia", "llama3", "qwen3", "phi", "published-olmo3", "gemma2", "granite-tied", "gpt2"}  # every kind of layer
 EVERY_MODEL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS]
+
+
+def options_of(name: str) -> tuple[str, dict[str, Any]]:
+    """Return the family of a model and the fields of its config."""
+    kind, options = MODELS[name]
+    sizes = (
+        {field: SIZES[field] for field in ("vocab_size", "bos_token_id", "eos_token_id")} if kind == "gpt2" else SIZES
+    )
+    return kind, sizes | options
 
 
 @functools.cache
 def theirs(name: str) -> Any:
     """Return a random model of transformers, none of whose parameters is 0, in evaluation mode."""
-    kind, options = MODELS[name]
+    kind, options = options_of(name)
     if kind == "olmo3" and int(transformers.__version__.split(".")[1]) < 13:
         pytest.skip("this release of transformers has the same rotary embedding in all layers of OLMo 3")
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **SIZES | options)
+    config = transformers.AutoConfig.for_model(kind, **options)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for key, parameter in model.named_parameters():
-        is_norm = "norm" in key and key.endswith("weight") and not kind.startswith("gemma")
+        is_norm = ("norm" in key or ".ln_" in key) and key.endswith("weight") and not kind.startswith("gemma")
         torch.nn.init.normal_(parameter, float(is_norm), 0.2)
     return model.eval()
 
@@ -217,8 +236,8 @@ def directories(tmp_path_factory) -> Callable[[str], Path]:
     def saved(name: str) -> Path:
         theirs(name).save_pretrained(root / name)
         if name.startswith("published"):
-            kind, options = MODELS[name]
-            (root / name / "config.json").write_text(json.dumps({"model_type": kind} | SIZES | options))
+            kind, options = options_of(name)
+            (root / name / "config.json").write_text(json.dumps({"model_type": kind} | options))
         return root / name
 
     return saved
@@ -632,6 +651,19 @@ def test_other_ways_of_storing_give_the_same_model(case, directories, runs, tmp_
     if case == "compiled":
         twice |= {name.replace("_orig_mod.", ""): value for name, value in tensors.items()}
         refused(stored(directory, twice), tmp_path / "other", "must be stored once")
+
+
+@pytest.mark.hf
+def test_names_of_the_published_gpt2_mean_the_same(directories, runs, tmp_path):
+    """They lack the first part, and masks are stored with the parameters. It is scored at its own length only."""
+    directory = copied(directories("published-gpt2"), tmp_path)
+    tensors = safetensors.numpy.load_file(directory / WEIGHTS)
+    tensors = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+    tensors |= {f"h.{layer}.attn.bias": np.ones((1, 1, 4, 4), "f4") for layer in range(3)}
+    import_run(stored(directory, tensors), tmp_path / "run", tokenizer="bytes")
+    chex.assert_trees_all_equal(ours(tmp_path / "run"), ours(runs("published-gpt2")))
+    assert read_trained(tmp_path / "run", "newest", {}).run.evaluation.lengths == (64,)
+    refused(stored(directory, tensors, n_ctx=65), tmp_path / "other", "n_ctx = 65: must be n_positions = 64")
 
 
 @pytest.mark.hf

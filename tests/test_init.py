@@ -1,5 +1,6 @@
 """Start from weights: parameters of another run, frozen parameters, and the recipe `continued`."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -22,7 +23,7 @@ from dape_jax.model.transformer import flat_params, model_structure, parameter_k
 from dape_jax.planning import plan
 from dape_jax.recipes import RECIPES, read_module
 from dape_jax.sharding import make_mesh, put_batch
-from dape_jax.training import checkpoint, loop
+from dape_jax.training import checkpoint, loop, weights
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import TrainState, init_state, make_train_step, shardings_of
 
@@ -219,6 +220,17 @@ def test_the_recipe_that_gives_a_model_length(trained_root, sources):
             recipe.get_config(f"source={sources}/none,{wrong}")
 
 
+def test_learned_positions_may_be_left_out(trained_root):
+    model, table = read_run(tiny.spec(trained_root)).model, ("positions_PD",)
+    positions = dataclasses.replace(model, learned_positions=64)
+    taken, new, dropped = weights._compare(positions, model, "source")
+    assert (new, dropped, table in taken) == ((), (table,), False)
+    assert weights._compare(model, positions, "source")[1:] == ((table,), ())
+    assert table in weights._compare(positions, positions, "source")[0]
+    with pytest.raises(InputError, match=r"positions_PD: has shape \(64, 16\), but \(32, 16\)"):
+        weights._compare(positions, dataclasses.replace(model, learned_positions=32), "source")
+
+
 def test_the_recipe_takes_everything_but_the_method_from_the_source(trained_root, sources, tmp_path, monkeypatch):
     recipe = read_module(RECIPES / "continued.py")
     spec = recipe.get_config(f"source={sources}/dape@2").to_dict()
@@ -228,12 +240,14 @@ def test_the_recipe_takes_everything_but_the_method_from_the_source(trained_root
     config.model.window, config.init.train_only = 8, "processor"  # a flag can set fields that are None
     run = read_run(config.to_dict())
     layers = {"model__alternate_layers": (0,), "model__alternate_rotary": {"name": "rope"}}
+    layers |= {"model__learned_positions": 64}
     mixed = resolved(read_run(tiny.spec(trained_root, **layers)))
     with monkeypatch.context() as patch:
         patch.setattr(recipe, "read_config", lambda _: {"config": mixed})
-        for argument, expected in (("", mixed["model"]["alternate_rotary"]), (",rotary=none", None)):
+        for argument, expected in (("", (mixed["model"]["alternate_rotary"], 64)), (",rotary=none", (None, None))):
             model = recipe.get_config(f"source={sources}/none{argument}").to_dict()["model"]
-            assert (model["alternate_rotary"], model["alternate_layers"]) == (expected, [0])
+            assert (model["alternate_rotary"], model["learned_positions"]) == expected
+            assert model["alternate_layers"] == [0]
     changed = tiny.spec(trained_root, model__processor=IDENTITY | {"kernel_width": 5, "channels": 3})
     assert (run.model.processor, run.model.rotary) == (read_run(changed).model.processor, Rope())
     assert run.init.trained_kinds == ("processor",)

@@ -19,7 +19,7 @@ from flax import nnx
 from helpers import padded_like
 from tiny import ARCHITECTURES, SPEC
 
-from dape_jax.config import CHOICES, choose, read_model
+from dape_jax.config import CHOICES, choose, read_model, read_run
 from dape_jax.errors import InputError
 from dape_jax.model.attention import attend
 from dape_jax.model.biases import BIASES, BiasConfig, distances
@@ -44,6 +44,7 @@ from dape_jax.model.transformer import (
     parameter_counts,
 )
 from dape_jax.sharding import MeshConfig, make_mesh
+from dape_jax.tools.completion import Sampling, generate
 
 ALL_BIASES = BIASES | CONTEXTUAL
 METHODS = [
@@ -356,6 +357,24 @@ def test_extending_a_cache_is_the_whole_forward(changes):
     np.testing.assert_allclose(np.concatenate(features, axis=1), whole, atol=1e-5)
 
 
+def test_longer_sequences_than_learned_positions_are_refused():
+    config = make_config(learned_positions=8)
+    graphdef, params = model_structure(config)
+    for length in (8, 9):
+        with pytest.raises(InputError, match="length = 9: must be at most") if length > 8 else contextlib.nullcontext():
+            jax.eval_shape(lambda params, x: nnx.merge(graphdef, params)(x), params, tokens(1, length))
+    spec = {
+        "model": SPEC["model"] | {"learned_positions": 8},
+        "data": SPEC["data"] | {"path": "text", "cache_dir": "data"},
+    }
+    with pytest.raises(InputError, match=r"train.train_length = 16: must be at most model.learned_positions = 8"):
+        read_run(SPEC | spec)
+    with pytest.raises(InputError, match=r"prompts\[0\] and max_new_tokens = 9: must be at most"):
+        generate(
+            config, params, make_mesh(MeshConfig(1, 1, 1, 8)), [tokens(1, 4)[0]], max_new_tokens=5, sampling=Sampling()
+        )
+
+
 def test_dropout_of_both_branches_and_of_every_layer_is_independent():
     """Let every branch add 1: with a rate of 1/2 it adds 0 or 2, so two independent ones add 0, 2 or 4."""
     config = make_config(dropout=0.5, attention_output_bias=True, mlp_bias=True)
@@ -450,6 +469,7 @@ BAD = [
     ("model.alternate_layers = (1, 0): must be increasing numbers below", {"alternate_layers": [1, 0]}),
     ("model.alternate_layers = (2,): must be increasing numbers below", {"alternate_layers": [2]}),
     ("model.alternate_layers = (): must be given with", {"alternate_window": 4}),
+    ("model.learned_positions = 0: must be 1 or more", {"learned_positions": 0}),
     ("model.score_cap = -1.0: must be positive, or None", {"score_cap": -1.0}),
     (
         "model.head_dim = 7: must be even",

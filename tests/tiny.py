@@ -89,7 +89,9 @@ ARCHITECTURES = {
     | {"norm_first": False, "branch_norm": True, "qk_norm": "projection", "num_kv_heads": 1, "window": 5}
     | HALF_ROPE
     | {"alternate_layers": (1,), "alternate_rotary": {"name": "none"}},
-    "mixed": LLAMA | {"parallel_residual": True, "attention_output_bias": True, "mlp_bias": True, "output_bias": True},
+    "mixed": LLAMA
+    | {"parallel_residual": True, "attention_output_bias": True, "mlp_bias": True, "output_bias": True}
+    | {"learned_positions": 64},
 }
 
 

@@ -36,6 +36,7 @@ def make(*, model: Fields, data: Fields, optimizer: Fields, train: Fields, evalu
         alternate_rotary=None,
         score_cap=None,
         logit_cap=None,
+        learned_positions=None,
         remat="none",
         dtype="auto",
     )

@@ -53,6 +53,6 @@ def get_config(argument: str | None = None) -> ConfigDict:
     if choice["processor"] == "dape":
         chosen["processor"] |= {"init": "identity"}
     spec["model"] |= {field: chosen[field] for field in given}
-    if "rotary" in given:  # of all layers
-        spec["model"]["alternate_rotary"] = None
+    if "rotary" in given:  # of all layers, or in place of learned positions
+        spec["model"] |= {"alternate_rotary": None, "learned_positions": None}
     return ConfigDict(spec | {"mesh": common.MESH, "init": dataclasses.asdict(InitConfig(source, None))})

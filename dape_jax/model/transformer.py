@@ -131,6 +131,7 @@ class TransformerConfig:
     attention_output_bias: bool = True  # the projection of the attended values has a bias
     mlp_bias: bool = True  # the projections of the MLP have biases
     scale_embedding: bool = False  # embeddings are multiplied by sqrt(D)
+    learned_positions: int | None = None  # P, rows of a table that is added to the embeddings: the greatest length
     tied_embeddings: bool = False  # the unembedding is the embedding table
     output_bias: bool = False  # the logits have a bias
     logit_cap: float | None = None  # c in c tanh(logits / c), which replaces the logits before their bias is added
@@ -174,7 +175,8 @@ class TransformerConfig:
             ("dtype", has_dtype, "must be another dtype, unless JAX_ENABLE_X64=true is set"),
         ):
             require(is_right, f"model.{field}", getattr(self, field), allowed)
-        limits = dict.fromkeys(("window", "alternate_window", "vocab_multiple"), "1 or more")
+        counts = "window", "alternate_window", "vocab_multiple", "learned_positions"
+        limits = dict.fromkeys(counts, "1 or more")
         for field, allowed in (limits | dict.fromkeys(("score_cap", "logit_cap"), "positive")).items():
             value = getattr(self, field)
             require(value is None or value > 0, f"model.{field}", value, f"must be {allowed}, or None")
@@ -191,6 +193,11 @@ class TransformerConfig:
             return (kind,)
         rotary = self.rotary if self.alternate_rotary is None else self.alternate_rotary
         return kind, LayerKind(rotary, Mask(self.causal, self.alternate_window), num_alternate)
+
+    def check_length(self, field: str, length: int) -> None:
+        """Raise `InputError` if the model has learned positions, and fewer than `length`, which `field` names."""
+        limit = self.learned_positions
+        require(limit is None or length <= limit, field, length, f"must be at most model.learned_positions = {limit}")
 
     @property
     def compute_dtype(self) -> jnp.dtype:
@@ -499,6 +506,8 @@ class Transformer(nnx.Module):
         is_fan_in = config.initializer == "fan_in"
         embedding_initializer = nnx.initializers.truncated_normal(0.02) if is_fan_in else initializer(config, D)
         self.embedding_VD = token_table(config, embedding_initializer(rngs.params(), (config.vocab_size, D)), 0)
+        P = config.learned_positions
+        self.positions_PD = None if P is None else nnx.Param(embedding_initializer(rngs.params(), (P, D)))
         score_rngs = nnx.Rngs(rngs.params())  # see `SelfAttention`
         self.shared_bias = (
             config.bias.build(config.num_heads, config.head_dim, score_rngs) if config.bias.shared_by_layers else None
@@ -548,6 +557,7 @@ class Transformer(nnx.Module):
         require(segment_ids is None or reason is None, "segment_ids", "given", f"must be None: {reason}")
 
         length, num_layers = tokens_BT.shape[1], self.config.num_layers
+        self.config.check_length("length", length)
         num_last, parts = num_last or length, math.prod(axis_sizes()[axis] for axis in ROW_AXES)
         num_rows = -(-num_last // parts) * parts  # the same number on every device
         pos = jnp.arange(length) if pos_T is None else pos_T
@@ -555,6 +565,8 @@ class Transformer(nnx.Module):
         pos = stripe(pos, 0) if starts_BT is None else stripe(pos[None] - starts_BT, 1)
         places = Places(pos, pos_T, starts_BT)
         x_BTD = self._scaled(embed(self.embedding_VD[...], stripe(tokens_BT, 1)))
+        if self.positions_PD is not None:
+            x_BTD += embed(self.positions_PD[...], jnp.broadcast_to(pos, tokens_BT.shape))
 
         def layer(
             x_BTD: Array, block_number_key: tuple[Block, Array | None, Array | None]
@@ -581,9 +593,10 @@ class Transformer(nnx.Module):
         """Return one layer of the stack."""
         return jax.tree.map(lambda stacked: stacked[number], self.layers)
 
-    def embeddings(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def embeddings(self, tokens_BT: Int[Array, "B T"], pos_T: Int[Array, "T"]) -> Float[Array, "B T D"]:
         """Return the input of the first layer, on one device."""
-        return self._scaled(self.embedding_VD[...][tokens_BT])
+        x_BTD = self._scaled(self.embedding_VD[...][tokens_BT])
+        return x_BTD if self.positions_PD is None else x_BTD + self.positions_PD[...][pos_T][None]
 
     def _scaled(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return x_BTD * math.sqrt(self.config.width) if self.config.scale_embedding else x_BTD
@@ -603,7 +616,7 @@ class Transformer(nnx.Module):
             cache: result of `make_cache` or of an earlier call. Columns at the first position and later are overwritten
                 before they are read.
         """
-        x_BTD = self.embeddings(tokens_BT)
+        x_BTD = self.embeddings(tokens_BT, pos_T)
 
         def layer(
             carry: tuple[Array, Cache], block_and_number: tuple[Block, Array]

@@ -7,6 +7,7 @@ does not read must be `HARMLESS`; all other fields, which could change the resul
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -34,9 +35,9 @@ HARMLESS = re.compile(
     r"|chunk_size_feed_forward|.*expert.*|(model_)?max_(seq|sequence)?_?len(gth)?|seq_len(gth)?"
 )
 # Fields whose default in transformers, which our models have, is neither null nor false nor empty.
-DEFAULTS = {"is_causal": True}
+DEFAULTS = {"is_causal": True, "scale_attn_weights": True}
 # Buffers that older versions of transformers saved with the parameters.
-BUFFERS = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
+BUFFERS = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.masked_bias")
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_python": "gelu",
@@ -163,9 +164,11 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return text | {name: config[name] for name in shared if name in config}
 
 
-def _sizes(fields: Fields, is_tied: bool = False) -> dict[str, Any]:
-    names = {"num_layers": "num_hidden_layers", "width": "hidden_size", "num_heads": "num_attention_heads"}
-    names |= {"mlp_width": "intermediate_size", "vocab_size": "vocab_size"}
+SIZES = {"num_layers": "num_hidden_layers", "width": "hidden_size", "num_heads": "num_attention_heads"}
+SIZES |= {"mlp_width": "intermediate_size", "vocab_size": "vocab_size"}
+
+
+def _sizes(fields: Fields, is_tied: bool = False, names: dict[str, str] = SIZES) -> dict[str, Any]:
     sizes = {ours: fields.take(theirs, int) for ours, theirs in names.items()}
     for ours, size in sizes.items():
         fields.check(size > 0, names[ours], "must be positive")
@@ -173,9 +176,9 @@ def _sizes(fields: Fields, is_tied: bool = False) -> dict[str, Any]:
     return sizes | {"num_outputs": sizes["vocab_size"], "tied_embeddings": is_tied}
 
 
-def _activation(fields: Fields, default: str) -> str:
-    name = fields.take("hidden_act", str, default)
-    fields.check(name in ACTIVATIONS, "hidden_act", f"must be one of {list(ACTIVATIONS)}")
+def _activation(fields: Fields, default: str, field: str = "hidden_act") -> str:
+    name = fields.take(field, str, default)
+    fields.check(name in ACTIVATIONS, field, f"must be one of {list(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
@@ -328,6 +331,44 @@ def _gpt_neox(fields: Fields) -> Family:
     return Family(model, max_length, tensors)
 
 
+def _gpt2(fields: Fields) -> Family:
+    """Map GPT-2: learned positions, fused queries, keys and values, and weights [inputs, outputs]."""
+    names = {"num_layers": "n_layer", "width": "n_embd", "num_heads": "n_head", "vocab_size": "vocab_size"}
+    sizes = _sizes(fields, True, names)
+    D, H, V = (sizes[name] for name in ("width", "num_heads", "vocab_size"))
+    fields.check(D % H == 0, "n_head", f"must divide n_embd = {D}")
+    F = fields.optional("n_inner", int) or 4 * D
+    max_length = fields.take("n_positions", int, 1024)
+    fields.check(fields.take("n_ctx", int, max_length) == max_length, "n_ctx", f"must be n_positions = {max_length}")
+    fields.read.add("reorder_and_upcast_attn")  # only of computation in 16 bits
+    model = {
+        **GPT_NEOX,
+        **sizes,
+        **{"num_kv_heads": H, "head_dim": D // H, "mlp_width": F, "learned_positions": max_length},
+        "norm_epsilon": fields.take("layer_norm_epsilon", float, 1e-5),
+        "activation": _activation(fields, "gelu_new", "activation_function"),
+        "rotary": {"name": "none"},
+    }
+    tensors, layer = Tensors(D=D, H=H, G=H, K=D // H, F=F, V=V, P=max_length), "transformer.h.{layer}."
+    for index, name in enumerate(("query_DHK", "key_DGK", "value_DGK")):
+        tensors.linear(f"layers/attention/{name}", f"{layer}attn.c_attn", bias=True, rows=(index * D, 3 * D))
+    tensors.linear("layers/attention/output_HKD", f"{layer}attn.c_proj", bias=True, inputs=2)
+    tensors.linear("layers/mlp/up_DF", f"{layer}mlp.c_fc", bias=True)
+    tensors.linear("layers/mlp/down_FD", f"{layer}mlp.c_proj", bias=True)
+    for path, tensor in tensors.items():
+        if len(tensor.shape) == 2:
+            convert = functools.partial(lambda convert, x: convert(x.T), tensor.convert)
+            tensors[path] = dataclasses.replace(tensor, shape=tensor.shape[::-1], convert=convert)
+    tensors["embedding_VD"] = Tensor("transformer.wte.weight", (V, D))
+    tensors["positions_PD"] = Tensor("transformer.wpe.weight", (max_length, D))
+    for ours, theirs in (("layers/attention_norm", "h.{layer}.ln_1"), ("layers/mlp_norm", "h.{layer}.ln_2")):
+        tensors.norm(ours, f"transformer.{theirs}", bias=True)
+    tensors.norm("norm", "transformer.ln_f", bias=True)
+    if not sizes["tied_embeddings"]:
+        tensors.linear("unembedding_DV", "lm_head")
+    return Family(model, max_length, tensors)
+
+
 def _llama(fields: Fields) -> Family:
     """Map Llama 1 to 3."""
     return _decoder(fields, _biases(fields) | {"mlp_bias": fields.take("mlp_bias", bool, False)}, max_length=2048)
@@ -385,9 +426,8 @@ def _gemma3(fields: Fields) -> Family:
 
 def _gemma_2_or_3(fields: Fields, options: dict[str, Any], max_length: int, *queries: str) -> Family:
     """Map what Gemma 2 and 3 share. `queries` are the parameters that are multiplied by the factor of the scores."""
-    activation = fields.take("hidden_activation", str, "gelu_pytorch_tanh")
-    fields.check(activation in ACTIVATIONS, "hidden_activation", f"must be one of {list(ACTIVATIONS)}")
-    options |= {"activation": ACTIVATIONS[activation], "scale_embedding": True, "tied_embeddings": True}
+    activation = _activation(fields, "gelu_pytorch_tanh", "hidden_activation")
+    options |= {"activation": activation, "scale_embedding": True, "tied_embeddings": True}
     options |= {"branch_norm": True, **_biases(fields)}
     names = {"attention_branch_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
     names |= {"mlp_branch_norm": "post_feedforward_layernorm"}
@@ -578,7 +618,7 @@ def _rotary_of_types(
         changes = {} if new is None else {"rope_parameters": new[kind] if kind in new else {}}
         if new is None and kind == SLIDING:
             changes = {"rope_scaling": None, "rope_theta": None}
-        of_kind = Fields(fields.config | changes)
+        of_kind = Fields(fields.config | changes, fields.where)
         rotary[kind] = _rotary(of_kind, max_length, default)
         fields.read |= of_kind.read
     if "alternate_layers" in options:
@@ -671,6 +711,7 @@ def _decoder(
 
 # Fields of the `model` section that older exports do not have.
 NEWER = ("qk_norm", "branch_norm", "score_cap", "logit_cap", "alternate_layers", "alternate_window", "alternate_rotary")
+NEWER += ("learned_positions",)
 
 
 def _dape(fields: Fields) -> Family:
@@ -697,6 +738,7 @@ def _dape(fields: Fields) -> Family:
 
 FAMILIES = {
     "gpt_neox": _gpt_neox,
+    "gpt2": _gpt2,
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,

@@ -79,6 +79,7 @@ DEFAULTS: dict[str, Any] = {
     "attention_output_bias": True,
     "mlp_bias": True,
     "scale_embedding": False,
+    "learned_positions": None,
     "tied_embeddings": False,
     "output_bias": False,
     "logit_cap": None,
@@ -721,6 +722,7 @@ class DapeModel(PreTrainedModel):
         super().__init__(config)
         D, V, std = config.width, config.vocab_size, math.sqrt(2 / (5 * config.width))
         self.embedding_VD = _normal(std, V, D)
+        self.positions_PD = None if config.learned_positions is None else _normal(std, config.learned_positions, D)
         # In a list, so that it is no child, whose tensors would have other names.
         self._embeddings = [nn.Embedding(V, D, device="meta")]
         is_shared = config.bias["name"] in SHARED_BY_LAYERS
@@ -822,6 +824,11 @@ class DapeModel(PreTrainedModel):
         x_BTD = x_BTD.to(torch.promote_types(x_BTD.dtype, torch.float32))
         if self.config.scale_embedding:
             x_BTD = x_BTD * math.sqrt(self.config.width)
+        if self.positions_PD is not None:
+            limit, num_keys = len(self.positions_PD), pos_BS.shape[1]
+            has_rows = num_keys <= limit or int(pos_BS.max()) < limit
+            _require(has_rows, "length", num_keys, f"must be at most learned_positions = {limit}")
+            x_BTD = x_BTD + self.positions_PD[pos_BS[:, num_past:].clamp(min=0)].to(x_BTD.dtype)
         hidden_states = []
         for block in self.layers:
             if output_hidden_states:

@@ -229,6 +229,7 @@ def generate(
         low, high = int(prompt.min()), int(prompt.max())
         allowed = f"must be ids of the model, 0 to {config.vocab_size - 1}"
         require(0 <= low and high < config.vocab_size, f"prompts[{index}]", low if low < 0 else high, allowed)
+        config.check_length(f"tokens of prompts[{index}] and max_new_tokens", len(prompt) + max_new_tokens)
 
     num_prompts = len(prompts)
     padded = [*prompts, *[prompts[-1]] * (-num_prompts % mesh.size)]

@@ -92,7 +92,7 @@ def attention_maps(
     _, params = restore(trained)  # no mesh is set: one sequence is not split over devices
     cell_size, files = -(-length // MAX_CELLS), []
     model = nnx.merge(model_structure(config)[0], params)
-    x_BTD = jax.device_get(model.embeddings(jnp.asarray(tokens_T)[None]))
+    x_BTD = jax.device_get(model.embeddings(jnp.asarray(tokens_T)[None], jnp.arange(len(tokens_T))))
     for layer in Progress(range(config.num_layers), unit="layer", desc=trained.name):
         x_BTD, cells = layer_maps(config, params, layer, x_BTD, block_size=block_size)
         allowed = f"the model has diverged: the output of layer {layer} is not finite"

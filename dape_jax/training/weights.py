@@ -130,8 +130,8 @@ def _compare(
     their meaning differs.
 
     Raises:
-        InputError: a shared parameter has another shape, or a parameter outside the bias and the processor exists on
-            one side only.
+        InputError: a shared parameter has another shape, or a parameter outside the bias, the processor and the learned
+            positions exists on one side only.
     """
     theirs, ours = (flat_params(model_structure(each)[1]) for each in (source, model))
     same = {kind: type(getattr(source, kind)) is type(getattr(model, kind)) for kind in ("bias", "processor")}
@@ -140,7 +140,8 @@ def _compare(
         kind = parameter_kind(path)
         return path in theirs and path in ours and (kind is None or same[kind])
 
-    for path in [path for path in (*ours, *theirs) if not is_shared(path) and parameter_kind(path) is None]:
+    required = [path for path in (*ours, *theirs) if parameter_kind(path) is None and path != ("positions_PD",)]
+    for path in [path for path in required if not is_shared(path)]:
         place = "the source" if path in ours else "this model"
         raise InputError(f"init.source = {field!r}: {'/'.join(path)}: {place} has no such parameter")
     taken = tuple(filter(is_shared, ours))
