@@ -129,7 +129,7 @@ def evaluate(
     fields = ("evaluation.lengths", "evaluation.last_tokens", "evaluation.max_windows")
     require_same(models, *(["train.train_length"] if options.protocol == "delta" else []), *fields)
 
-    store, digests = common_text(models, options.data, options.split, options.verify)
+    store, digests = common_text(models, options.data, options.split)
     evaluation = models[0].run.evaluation
     longest, strided, facts = max(evaluation.lengths), list[StridedWindow](), dict[str, Any]()
     if options.stride is None:
@@ -201,9 +201,7 @@ def scored_as(protocol: Protocol, model: Model) -> Model:
     return dataclasses.replace(model, run=dataclasses.replace(model.run, evaluation=evaluation))
 
 
-def common_text(
-    models: Sequence[Model], data: str | None, split: str = "validation", verify: bool = False
-) -> tuple[TokenStore, list[str]]:
+def common_text(models: Sequence[Model], data: str | None, split: str = "validation") -> tuple[TokenStore, list[str]]:
     """Return the documents that all models are scored on, verified, and for each model the digest of its corpora.
 
     Imported models, which have no text, get that of the first trained one, with their own tokenizer.
@@ -229,7 +227,7 @@ def common_text(
     stores = corpora[0].stores(split)
     allowed = f"must have documents in {texts[models[0].name]}; --split=all scores the documents of both splits"
     require(bool(stores), "split", split, allowed)
-    verify_stores(stores, verify)
+    verify_stores(stores, full=False)
     return joined(stores), [each.digest for each in corpora]
 
 

@@ -47,10 +47,8 @@ from dape_jax.training.weights import Start, read_start
 logger = logging.getLogger(__name__)
 
 
-def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, change: tuple[str, ...] = ()) -> None:
+def train(spec: dict[str, Any], workdir: epath.PathLike, change: tuple[str, ...] = ()) -> None:
     """Train the model described by `spec`: start, resume or return, depending on `workdir`.
-
-    With `verify`, the corpus is read and compared with its digest, even if it is unchanged since that was last done.
 
     `workdir` contains:
 
@@ -105,7 +103,7 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, c
     jax.eval_shape(lambda params: nnx.merge(graphdef, params).features(tokens, segment_ids=segment_ids), abstract)
 
     # ---- data
-    source = open_source(run, mesh, verify)
+    source = open_source(run, mesh)
     record["data_digest"] = source.digest
     require_same(data_digest=source.digest, saved_steps=step_names)
     if saved is not None:
