@@ -76,8 +76,10 @@ build/gpu-wheels/downloaded: constraints.txt | install
 # Test workers and the command lines that they start share compiled Python files.
 test test-all: export PYTHONDONTWRITEBYTECODE =
 
+# `make test MARKS='not exhaustive'` is the longer selection of `.ci/run`.
+MARKS = not slow and not extra
 test: install-dev
-	$(PY) -m pytest -n auto --dist worksteal -m 'not slow and not extra'
+	$(PY) -m pytest -n auto --dist worksteal -m '$(MARKS)'
 
 test-all: install-dev
 	$(PY) -m pytest -n auto --dist worksteal
