@@ -435,6 +435,37 @@ def test_strided_perplexity_is_that_of_the_guide_of_transformers(tmp_path, text,
 
 @pytest.mark.hf
 @pytest.mark.extra
+@pytest.mark.parametrize("bos", [True, False])
+def test_windows_begin_with_the_token_of_the_source(tmp_path, text, bos):
+    """The first of a window's inputs is replaced, what is scored stays; models with other conventions are refused."""
+    tokenizer, model = chat_model(tmp_path / "source", [257]), theirs("llama")
+    import_run(tmp_path / "source", tmp_path / "run")
+    options = Options(lengths=(6, 12), last_tokens=4, max_windows=1000, bos=bos, data=str(text))
+    table = evaluate([tmp_path / "run"], options, output=tmp_path / "results").table
+    (run,) = json.loads((tmp_path / "results" / "lengths.json").read_text())["runs"]
+    assert ("bos" in run, CONTROLS[0] in table) == (bos, bos)
+    for found in run["lengths"]:
+        nll, length = [], found["length"]
+        for file in text.iterdir():
+            ids = torch.tensor([*tokenizer(file.read_text(), add_special_tokens=False).input_ids, 257])
+            for end in range(len(ids), 12, -12):
+                window = ids[end - length - 1 : end].clone()
+                window[0] = 256 if bos else window[0]
+                log_probs = model(window[None, :-1]).logits[0].log_softmax(-1)
+                nll += (-log_probs.gather(1, window[1:, None]))[-4:, 0].tolist()
+        assert found["num_tokens"] == len(nll)
+        np.testing.assert_allclose(found["perplexity"], np.exp(np.mean(nll)), rtol=1e-4)
+    if bos:
+        shutil.copytree(tmp_path / "run", tmp_path / "other")
+        (tmp_path / "other" / "conventions.json").unlink()
+        with pytest.raises(
+            InputError, match="bos = True: must be False to compare models that begin a text differently"
+        ):
+            evaluate([tmp_path / "run", tmp_path / "other"], options, output=tmp_path / "results")
+
+
+@pytest.mark.hf
+@pytest.mark.extra
 @pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0")  # of tokenizers 0.22
 def test_a_tokenizer_of_two_files_is_converted(directories, tmp_path, text):
     copy = Path(shutil.copytree(directories("llama"), tmp_path / "copy"))

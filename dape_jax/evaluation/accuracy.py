@@ -50,7 +50,8 @@ def evaluate_tasks(
 
     Workdirs of the same task must have different names.
     """
-    options.refuse("language models", "last_tokens", "max_windows", "data", "split", "rotary", "protocol", "stride")
+    of_language = "last_tokens", "max_windows", "data", "split", "rotary", "protocol", "stride", "bos"
+    options.refuse("language models", *of_language)
     models = read_models(TaskRunConfig, workdirs, options, mesh, "lengths", "num_sequences", "dropout")
     fields = ("evaluation.lengths", "evaluation.num_sequences", "evaluation.dropout", "train.train_length")
     require_same(models, *fields)

@@ -39,9 +39,12 @@ class Options:
     stride: int | None = flag(
         None,
         "Score all tokens of every document once, in windows of the only length that advance by this number of tokens, "
-        "as in Hugging Face's guide. Documents begin with BOS if an imported model's tokenizer adds it; see --bos.",
+        "as in Hugging Face's guide. With --bos, documents begin with the token.",
     )
-    bos: bool = flag(True, "With --stride: begin documents with the token that an imported model's tokenizer adds.")
+    bos: bool = flag(
+        True,
+        "Replace the first token of each sequence by the token that an imported model's tokenizer puts before a text.",
+    )
     protocol: str = flag(
         "perplexity",
         "perplexity of the last tokens by length; delta, the gain from the context before the last train-length "

@@ -131,16 +131,17 @@ def evaluate(
 
     store, digests = common_text(models, options.data, options.split)
     evaluation = models[0].run.evaluation
-    longest, strided, facts = max(evaluation.lengths), list[StridedWindow](), dict[str, Any]()
+    longest, strided, bos = max(evaluation.lengths), list[StridedWindow](), first_token(models, options.bos)
+    first = None if bos is None else store.tokenizer.id_of(bos)
     if options.stride is None:
-        windows: Sequence[ScoredWindow | StridedWindow] = choose_windows(store, longest, evaluation.max_windows)
+        chosen = choose_windows(store, longest, evaluation.max_windows)
+        windows: Sequence[ScoredWindow | StridedWindow] = [dataclasses.replace(each, first=first) for each in chosen]
         shortest = longest + 1
+        facts: dict[str, Any] = {} if bos is None else {"bos": bos}
     else:
-        conventions = saved_conventions(models[0].workdir)
-        first = conventions.bos_id(store.tokenizer) if options.bos else None
         windows = strided = strided_windows(store, longest, options.stride, first)[: options.max_windows]
         shortest = 3 if first is None else 2  # with the end of the document, which is not scored
-        facts = {"stride": options.stride, "bos": None if first is None else conventions.bos_token}
+        facts = {"stride": options.stride, "bos": bos}
     documents = np.array([window.document for window in windows])
     counts = store.num_documents, store.num_tokens, int((np.diff(store.offsets) < shortest).sum())
     message = "text: %s documents (%s tokens); %s of them are left out, being shorter than %s tokens"
@@ -165,7 +166,10 @@ def evaluate(
             identity |= {"split": options.split, **facts}
             results.append(identity | protocol.result(documents, nll, train_length))
         del params  # before the next model's are read
-    return report.save(protocol.stem, directory, {"runs": results}, *protocol.table(results), options.format)
+    table = protocol.table(results)
+    if bos is not None and not strided:
+        table = table._replace(caption=f"{table.caption} The first token of each sequence is {bos}.")
+    return report.save(protocol.stem, directory, {"runs": results}, *table, options.format)
 
 
 # ---- models, variants and corpora
@@ -183,6 +187,19 @@ def rotary_variants(models: Sequence[Model], rotary: tuple[str, ...]) -> list[tu
     allowed = f"must be 'rope', as trained: no model has RoPE, model.rotary is {', '.join(names)}"
     require(rotary == ("rope",) or Rope.__name__ in names, "rotary", rotary, allowed)
     return [rotary if name == Rope.__name__ else ("rope",) for name in names]
+
+
+def first_token(models: Sequence[Model], bos: bool) -> str | None:
+    """Return the token that the models' tokenizer puts before a text, or None if there is none or `bos` is False.
+
+    Raises:
+        InputError: the models differ in it.
+    """
+    conventions = {model.name: saved_conventions(model.workdir) for model in models if bos}
+    names = {name: each.bos_token if each.adds_bos else None for name, each in conventions.items()}
+    allowed = f"must be False to compare models that begin a text differently: {names}"
+    require(len(set(names.values())) <= 1, "bos", bos, allowed)
+    return next(iter(names.values()), None)
 
 
 def variant_name(model: Model, rotary: str) -> str:
@@ -240,10 +257,12 @@ class ScoredWindow:
 
     document: int
     end: int
+    first: int | None = dataclasses.field(default=None, kw_only=True)  # id that replaces the first input
 
     def tokens(self, store: TokenStore, length: int) -> Int[np.ndarray, "N"]:
         """Return the N = `length` + 1 tokens of a sequence: its inputs, then the last target."""
-        return store.document(self.document)[self.end - length - 1 : self.end].astype(np.int32)
+        tokens = store.document(self.document)[self.end - length - 1 : self.end].astype(np.int32)
+        return tokens if self.first is None else np.concatenate([[np.int32(self.first)], tokens[1:]])
 
 
 def choose_windows(store: TokenStore, longest: int, max_windows: int) -> list[ScoredWindow]:
