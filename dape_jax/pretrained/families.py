@@ -25,7 +25,7 @@ HARMLESS = re.compile(
     r"_.*|architectures|auto_map|(base_model_)?name_or_path|unsloth.*|(transformers|model)_version|transformers\.js_config"
     r"|license|prefix|tokenizer.*|.*_token_(ids?|index)|(add_)?(bos|eos|pad|unk|sep|cls|mask)_token"
     # training
-    r"|.*dropout.*|.*_pdrop|.*initializer.*|init_std|.*checkpointing|.*loss.*|pretraining_tp|is_llama_config"
+    r"|.*dropout.*|.*_pdrop|.*initializer.*|init_std|.*checkpointing|.*loss.*|pretraining_tp|is_llama_config|finetuned"
     # classification, generation and other outputs
     r"|.*label.*|problem_type|task_.*|finetuning_task|summary_.*|output_(attentions|hidden_states|scores)|return_dict.*"
     r"|generation.*|(use_)?cache(_implementation)?|is_decoder|do_sample|temperature|top_[kp]|typical_p|num_beam.*"
@@ -144,7 +144,7 @@ def family_of(config: dict[str, Any]) -> Family:
     fields = Fields(text, CONFIG_FILE if text is config else f"{CONFIG_FILE}: text_config")
     for each in text:
         fields.check(not text[each] or "expert" not in each, each, "mixtures of experts are not supported")
-        is_quantized = each == "quantization_config" and bool(text[each])
+        is_quantized = each in ("quantization_config", "quantization") and bool(text[each])
         fields.check(not is_quantized, each, "must be missing: save the model without quantization first")
     name = fields.take("model_type", str)
     fields.check(name in FAMILIES, "model_type", f"must be one of {list(FAMILIES)}")

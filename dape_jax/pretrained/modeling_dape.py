@@ -111,6 +111,7 @@ class DapeConfig(PretrainedConfig):
         "num_attention_heads": "num_heads",
         "num_key_value_heads": "num_kv_heads",
         "intermediate_size": "mlp_width",
+        "final_logit_softcapping": "logit_cap",  # trainers that compute the loss themselves read it
     }
 
     def __init__(self, **fields: Any):
