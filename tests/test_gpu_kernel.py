@@ -230,6 +230,22 @@ def test_gradients_are_as_precise_for_any_size_of_the_loss(monkeypatch):
         assert np.isfinite(np.float64(y)).all()
 
 
+@HAS_COMPILER
+def test_references_are_renewed():
+    """Scores grow towards the first key by far more than the reference allows."""
+    case = Case(heads=2, groups=1, length=150, channels=16)
+    q, k, v, dout = case.arrays()
+    arrays = np.abs(q), np.abs(k) * np.linspace(60, 0, 150, dtype=np.float32)[:, None, None], v, dout
+    found, dense = (
+        jax.device_get(both(params, *arrays, *case.positions())) for both, params in (case.run(CUDA), case.run(Dense()))
+    )
+    assert_close(found[0], dense[0], 1e-5)
+    for (path, x), y in zip(jax.tree.leaves_with_path(found[1]), jax.tree.leaves(dense[1]), strict=True):
+        np.testing.assert_allclose(
+            x, y, rtol=0, atol=1e-4 * max(1, np.abs(y).max()), err_msg=jax.tree_util.keystr(path)
+        )
+
+
 def test_what_the_kernels_in_cuda_take(monkeypatch):
     def ask(capability="9.0", dtype=jnp.bfloat16, **sizes):
         device = SimpleNamespace(compute_capability=capability)
@@ -272,23 +288,30 @@ loss = lambda *args: run(t.functools.partial(t.attend_fused, platform="cuda"), *
 step = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
 qkv = [jax.ShapeDtypeStruct((2, 300, 12, 64), jax.numpy.bfloat16)] * 3
 check = jax.export.DisabledSafetyCheck.custom_call(compiler.TARGET)
-with jax.sharding.use_abstract_mesh(t.AbstractMesh((), (), abstract_device=t.H200)):
-    exported = jax.export.export(step, platforms=["cuda"], disabled_checks=[check])(params, *qkv)
-print(exported.mlir_module().count(f"custom_call @{compiler.TARGET}"))
+def count(step, *args):
+    with jax.sharding.use_abstract_mesh(t.AbstractMesh((), (), abstract_device=t.H200)):
+        exported = jax.export.export(step, platforms=["cuda"], disabled_checks=[check])(*args)
+    return exported.mlir_module().count(f"custom_call @{compiler.TARGET}")
+mesh = t.AbstractMesh((2,), ("data",), (t.AxisType.Auto,), abstract_device=t.H200)
+on_mesh, args = t.on_mesh(t.functools.partial(t.attend_fused, platform="cuda"), mesh, jax.numpy.bfloat16)
+print(count(step, params, *qkv), count(on_mesh, *args))
 """
 
 
 @pytest.mark.slow
 def test_kernels_in_cuda_lower_for_an_absent_gpu(cuda_aot, tmp_path):
-    """PTX is compiled once, and kept in the user's cache."""
+    """Lower also in a `shard_map`. PTX is compiled once, and kept in the user's cache."""
     environment = cuda_aot | {"XDG_CACHE_HOME": str(tmp_path)}
+    files: list[set] = []
     for _ in range(2):
         done = subprocess.run(
             [sys.executable, "-c", LOWER], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr[-2000:]
-        assert done.stdout.split()[-1] == "2"
-        assert len({(path, path.stat().st_mtime_ns) for path in tmp_path.glob("dape_jax/*.ptx")}) == 2
+        assert done.stdout.split()[-2:] == ["2", "2"]
+        files.append({(path, path.stat().st_mtime_ns) for path in tmp_path.glob("dape_jax/*.ptx")})
+    assert files[0] == files[1]
+    assert len(files[0]) == 4
 
 
 @pytest.mark.slow

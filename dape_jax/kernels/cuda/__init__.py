@@ -26,7 +26,7 @@ from dape_jax.kernels.cuda.tiling import Tiling, multiple, tilings
 from dape_jax.kernels.tables import Operator, convolution_sizes
 from dape_jax.model.processors import SLOPE, DapeConfig
 from dape_jax.model.scores import Mask, causal_runs
-from dape_jax.sharding import device_platform, full_precision
+from dape_jax.sharding import device_platform, full_precision, vary_alike
 
 LOG2E = math.log2(math.e)
 MULTIPROCESSORS = 132  # of an H100; with fewer blocks of rows than two for each, a block has a chunk of the keys
@@ -239,7 +239,7 @@ def _attend_backward(call, saved, dout):
     by_row = to_blocks(q, 1), to_blocks(dout, 1), to_blocks(lse, 1, 1e30), to_blocks(delta, 1)  # P of padding is 0
     by_row += to_blocks(operator.left_knee_PCT, 2), to_blocks(operator.left_added_QHT, 2)
     by_row += (first + t.row_stride * block * jnp.arange(num_blocks, dtype=jnp.int32),)
-    total = [jnp.zeros(x.shape, jnp.float32) for x in (k, v, *operator[:4])]
+    total, _ = vary_alike([jnp.zeros(x.shape, jnp.float32) for x in (k, v, *operator[:4])], q)
     whole = call.window is None and num_rows * t.row_stride == num_keys  # rows are at the last keys
     runs = causal_runs(num_rows, num_keys, block, NUM_RUNS if whole else 1, Mask(True, None, t.row_stride))
     of_rows = []
