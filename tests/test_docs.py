@@ -108,9 +108,13 @@ def test_notebook_runs(tmp_path):
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     program = tmp_path / "notebook.py"
     text = "\n\n".join("".join(cell["source"]) for cell in cells)
-    steps, smaller = "--config.train.num_steps=200", "--config.train.num_steps=20 --config.model.width=32"
-    assert text.count(steps) == 1
-    program.write_text(text.replace(steps, smaller))
+    for given, smaller in (
+        ("--config.train.num_steps=200", "--config.train.num_steps=20 --config.model.width=32"),
+        ("--lengths=64,256,1024 --max_windows=16", "--lengths=64,128 --max_windows=4"),
+    ):
+        assert text.count(given) == 1
+        text = text.replace(given, smaller)
+    program.write_text(text)
     environment = os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     command = [sys.executable, str(program)]
     done = subprocess.run(command, cwd=DOCS, env=environment, capture_output=True, text=True, timeout=3600, check=False)
