@@ -770,7 +770,7 @@ PUBLISHED = {
 
 
 @pytest.mark.hf
-@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral", "qwen2", *sorted({*PUBLISHED_MODELS} - {"gpt2"})])
 def test_fields_that_a_config_lacks_have_the_values_of_transformers(kind):
     """Check, for example, Mistral's window and number of key/value heads. Null and disabled options are accepted."""
     sizes = {"vocab_size": 260, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 32}

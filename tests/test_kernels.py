@@ -451,6 +451,10 @@ def test_a_config_with_an_unsupported_kernel_is_refused():
     fire = read_model(spec | {"bias": {"name": "fire"}})
     with pytest.raises(InputError, match="Fire"):
         attention_of(fire, 64, "tpu", "TPU v5 lite")
+    layers = {"attention": {"name": "auto"}, "alternate_layers": [0], "alternate_window": 8}
+    mixed = read_model(spec | {"bias": {"name": "fire"}} | layers)
+    chosen = [attention_of(mixed, 64, "tpu", "TPU v5 lite", kind=kind) for kind in range(2)]
+    assert chosen == [Blockwise(32, 1), Blockwise(32, 2)]  # with one bucket every block would read all keys
 
 
 def on(kind: str):
