@@ -71,8 +71,7 @@ from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.errors import require
 from dape_jax.hardware import MIB, chip_of
-from dape_jax.kernels import KERNELS
-from dape_jax.model.attention import IMPLEMENTATIONS, Auto, Dense, Fused, Implementation
+from dape_jax.model.attention import IMPLEMENTATIONS, Auto, Cuda, Dense, Fused, Implementation
 from dape_jax.model.processors import DapeConfig, PlainConfig
 from dape_jax.model.transformer import SIZES
 from dape_jax.provenance import make_results_directory
@@ -131,7 +130,7 @@ def implementations(block_size: int | None, num_buckets: int | None) -> dict[str
     """Return every implementation by name; arguments that are None have the platform's values."""
     auto = Auto(block_size, num_buckets)
     blockwise = auto.blockwise(device_platform())
-    return {"auto": auto, "dense": Dense(), "blockwise": blockwise, "fused": Fused()}
+    return {"auto": auto, "dense": Dense(), "blockwise": blockwise, "fused": Fused(), "cuda": Cuda()}
 
 
 def plain_attention(*qkv: jax.Array, **_: None) -> jax.Array:
@@ -227,22 +226,23 @@ def cells(rows: list[Row]) -> list[list[str]]:
     )
 
 
+KERNELS = {"fused": ("tpu", "gpu"), "cuda": ("gpu",)}  # implementations, and their platforms
+
+
 def choose(requested: tuple[str, ...]) -> tuple[list[str], list[str]]:
     """Return the implementations to time, and a message if one is skipped.
 
     Args:
-        requested: names; if empty, all but `auto`, and `fused` only if it has a kernel for the platform.
+        requested: names; if empty, all but `auto`, and kernels only on their platform.
 
     Raises:
-        InputError: `fused` is requested, but has no kernel for the platform.
+        InputError: kernels are requested that are for another platform.
     """
-    names = list(requested or (name for name in IMPLEMENTATIONS if name != "auto"))
-    platform = device_platform()
-    if "fused" not in names or platform in KERNELS:
-        return names, []
-    why = f"its kernels are for {' and '.join(KERNELS)}, and this platform is {platform!r}"
-    require(not requested, "--implementations", "fused", why)
-    return [name for name in names if name != "fused"], [f"fused is skipped: {why}"]
+    names, platform = list(requested or (name for name in IMPLEMENTATIONS if name != "auto")), device_platform()
+    others = [name for name in names if name in KERNELS and platform not in KERNELS[name]]
+    why = f"its kernels are for another platform than {platform!r}"
+    require(not requested or not others, "--implementations", ",".join(others), why)
+    return [name for name in names if name not in others], [f"{name} is skipped: {why}" for name in others]
 
 
 def run(settings: Settings) -> None:

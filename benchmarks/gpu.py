@@ -1,273 +1,361 @@
-"""Run all measurements on one GPU in at most nine minutes; see `docs/gpu.md`.
+"""Measure everything on one GPU in at most seven minutes; see `docs/gpu.md`.
 
-    python -m benchmarks.gpu --output=results/gpu/h100
-    python -m benchmarks.gpu --output=runs/gpu --tiny        # the same on a CPU, with tiny sizes
+    python -m benchmarks.gpu --output=results/gpu/h200
+    python -m benchmarks.gpu --output=runs/gpu --tiny                    # the same on a CPU, kernels emulated
 
-Measured: correctness of every implementation; times and memory of one layer (`dense`, `blockwise`, the fused kernel,
-cuDNN's plain attention, PyTorch); complete training steps; a short training run.
+Parts, in order of importance, each a process with its own limit of time:
 
-Each group of cases is a process (`gpu_cases.py`) with a time limit. The groups of a phase are prepared in parallel,
-because compilation needs CPU time, and then timed one at a time: a group waits for a line on its standard input. A
-group that crashes is restarted, without the case that ended it. This module does not need JAX, so that the summary is
-written even if JAX fails.
+    correct   values and gradients of implementations against `dense` in float32; whether a second run has the same bits
+    layers    times and memory of one layer: the CUDA kernels, the Triton kernel, cuDNN's plain attention, Kerple
+              without DAPE in the CUDA kernels, `blockwise`
+    steps     training steps of the 125M model
+    torch     PyTorch's listing of the paper, compiled, and its plain attention
 
-`--groups` selects some of the groups, and adds them to the results that are already in the directory:
+A part compiles all its cases in threads, for at most half of its limit, and then runs them one at a time. Every line
+of OUTPUT/results.jsonl is written immediately, so that a part that dies or is killed loses one case. OUTPUT/summary.txt
+has tables made from the lines, OUTPUT/log.txt the output of the parts, with the machine's hardware and software.
 
-    python -m benchmarks.gpu --output=results/gpu/h100 --groups=steps,train
-
-Output, four files:
-
-    results.jsonl   a line for every step of every case; only the last line of a case counts
-    summary.txt     tables made from results.jsonl
-    environment.txt hardware and software of the machine
-    log.txt         output of the groups
-
-A time is the minimum of five samples, each the mean of queued calls (`measure.py`).
+`--parts` measures some of the parts, and adds them to the directory. A time is the minimum of five samples, each the
+mean of queued calls (`measure.py`).
 """
 
-import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
 import json
 import os
 import platform
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks import listing
+from benchmarks.attention import variant_of
+from benchmarks.layer import DIRECTIONS, PLAIN, Layer, as_numpy, compile_layer, errors_of, is_right, plain
+from benchmarks.measure import Call, failure, seconds_in_turns, seconds_of
+from benchmarks.step import Step, read_config
+from dape_jax import command_line
+from dape_jax.command_line import flag
+from dape_jax.errors import require
+from dape_jax.hardware import GIB, MIB
+from dape_jax.model.attention import Blockwise, Cuda, Dense, Fused, Implementation
+from dape_jax.model.processors import DapeConfig, PlainConfig
+from dape_jax.provenance import provenance
+from dape_jax.sharding import device_platform
+
 ROOT = Path(__file__).parents[1]
-# Groups of cases, in order of importance, and the seconds that their timing may take.
-GROUPS = {
-    "environment": 30,
-    "correct-bfloat16": 5,
-    "correct-float32": 5,
-    "fused-forward": 25,
-    "fused-backward": 35,
-    "xla-forward": 25,
-    "xla-backward": 35,
-    "torch": 40,
-    "steps": 60,
-    "train": 120,
+PARTS = {"correct": 90, "layers": 130, "steps": 130, "torch": 60}  # with their limits in seconds
+SAMPLES = 5
+Figures = dict[str, Any]
+# Returns figures, and a function that runs the case and returns more.
+Prepare = Callable[[], tuple[Figures, Callable[[], Figures]]]
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "cuda": Cuda(),
+    "cuda-kerple": Cuda(),  # of a layer without processor
+    "fused": Fused("gpu"),
+    "cudnn": Fused("gpu"),  # of a layer without bias and processor
+    "blockwise": Blockwise(128, 4),
+    "dense": Dense(),
 }
-# Phases, and the part of the total time until the end of each. Some groups need much memory, and have the GPU alone.
-ALONE = ("environment", "steps", "train")
-TOGETHER = tuple(group for group in GROUPS if group not in ALONE)
-PHASES = ((("environment",), 0.06), (TOGETHER, 0.55), (("steps",), 0.8), (("train",), 1.0))
-# Share of the GPU's memory that a group may take. A process keeps memory that it no longer uses.
-MEMORY = dict.fromkeys(GROUPS, 0.05) | dict.fromkeys(ALONE, 0.75) | {"xla-forward": 0.18, "xla-backward": 0.37}
-MEMORY |= {"correct-bfloat16": 0.1, "correct-float32": 0.1}
-PREPARING_SHARE = 0.6  # part of a phase in which its groups compile
-RESTART_S, MIN_RESTART_S = 60, 10  # extra time of a group that is restarted, and the least time to restart one
-LOG_BYTES = 2**20  # bytes kept of the end of the log
-Line = dict[str, Any]
 
 
-class Measurement:
-    """Processes of one measurement, and the time left for them."""
+def of_implementation(layer: Layer, name: str) -> Layer:
+    """Return the layer that an implementation computes."""
+    if name == "cuda-kerple":
+        return dataclasses.replace(layer, processor=PlainConfig())
+    return plain(layer) if name == "cudnn" else layer
 
-    def __init__(self, output: Path, seconds: float, tiny: bool, groups: Sequence[str] = ()):
-        self.output, self.tiny, self.groups = output, tiny, groups or list(GROUPS)
-        self.total_s, self.deadline = seconds, time.monotonic() + seconds
-        self.cache = Path(tempfile.mkdtemp(prefix="dape_gpu_"))
-        self.environment = os.environ | {
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            "JAX_COMPILATION_CACHE_DIR": str(self.cache / "jax"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            "TORCHINDUCTOR_CACHE_DIR": str(self.cache / "inductor"),
-            "TRITON_CACHE_DIR": str(self.cache / "triton"),
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONWARNINGS": "ignore::DeprecationWarning",
-        }
-        if tiny:
-            self.environment["JAX_PLATFORMS"] = "cpu"
 
-    @property
-    def left_s(self) -> float:
-        """Return the seconds left."""
-        return self.deadline - time.monotonic()
+def with_dape(kernel_width: int, **options: Any) -> Layer:
+    """Return a layer with other options of DAPE."""
+    return Layer(length=300, batch=2, processor=DapeConfig(kernel_width, channels=32, **options))
 
-    def say(self, text: str) -> None:
-        """Print progress."""
-        print(f"[{self.left_s:4.0f} s left] {text}", flush=True)
 
-    def finish(self, process: subprocess.Popen, limit_s: float) -> int | None:
-        """Let a process continue; return its exit status, or None if it and its children were killed at the limit."""
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Layers, shapes and steps of all cases."""
+
+    layer: Layer  # layer to time
+    correct: dict[str, Layer]
+    shapes: tuple[tuple[int, int], ...]  # (T, B) of one layer
+    torch_shapes: tuple[tuple[int, int], ...]
+    steps: tuple[tuple[str, int, int, str], ...]  # method, T, B, implementation
+    preset: str  # preset of the steps' recipe
+
+
+FULL = Plan(
+    layer=Layer(),
+    correct={
+        "kerple": Layer(batch=2),
+        "ragged": Layer(length=333, batch=2),
+        "long": Layer(length=2048),
+        "350m": Layer(heads=16, kv_heads=16),
+        "one-kv-head": Layer(length=200, kv_heads=1, batch=2),
+        "window": Layer(length=700, window=130),
+        "w1": with_dape(1),
+        "w5": with_dape(5),
+        "w7-32-heads": dataclasses.replace(with_dape(7), heads=32, kv_heads=32, head_dim=80, batch=1),
+        "causal-w2": dataclasses.replace(with_dape(2, alignment="causal"), bias="alibi"),
+        "nope": Layer(length=300, bias="nope"),
+        "equation-2": with_dape(3, residual=False),
+        "kerple-alone": dataclasses.replace(Layer(batch=2), processor=PlainConfig()),
+        "plain": dataclasses.replace(PLAIN, batch=2),
+    },
+    shapes=((2048, 1), (512, 16), (8192, 1), (2048, 8), (512, 1)),
+    torch_shapes=((512, 1), (2048, 1), (512, 16)),
+    steps=(
+        ("dape1x3-kerple", 512, 32, "cuda"),
+        ("dape1x3-kerple", 512, 32, "fused"),
+        ("kerple", 512, 32, "cuda"),
+        ("rope", 512, 32, "auto"),
+        ("dape1x3-kerple", 2048, 8, "cuda"),
+        ("kerple", 2048, 8, "cuda"),
+        ("rope", 2048, 8, "auto"),
+    ),
+    preset="paper",
+)
+TINY_LAYER = Layer(length=24, heads=2, kv_heads=1, head_dim=8, processor=DapeConfig(kernel_width=3, channels=4))
+TINY = Plan(
+    layer=TINY_LAYER,
+    correct={"kerple": TINY_LAYER, "plain": plain(TINY_LAYER)},
+    shapes=((24, 1),),
+    torch_shapes=((24, 1),),
+    steps=(("dape1x3-kerple", 32, 8, "cuda"), ("kerple", 32, 8, "dense")),
+    preset="small",
+)
+
+
+# ---- cases of each part
+
+
+def correct_cases(plan: Plan) -> dict[str, Prepare]:
+    """Return the cases that compare implementations, named LAYER/IMPLEMENTATION."""
+
+    def prepare(layer: Layer, name: str) -> tuple[Figures, Callable[[], Figures]]:
+        function, params = layer.function("backward", IMPLEMENTATIONS[name])
+        program = jax.jit(function).lower(params, *layer.arrays()).compile()
+
+        def run() -> Figures:
+            found, again = (as_numpy(program(params, *layer.arrays())) for _ in range(2))
+            errors = errors_of(found, layer, "backward")
+            return {
+                "right": is_right(errors, layer.dtype),
+                "same_bits": all(np.array_equal(found[each], again[each]) for each in found),
+                "worst": max(errors, key=lambda each: np.nan_to_num(errors[each], nan=np.inf)),
+                "errors": errors,
+            }
+
+        return {}, run
+
+    def names(layer: Layer) -> tuple[str, ...]:
+        is_bare = isinstance(layer.processor, PlainConfig) and layer.bias != "nope"
+        return ("cuda", "dense") if is_bare else ("cuda", "fused", "dense")  # cuDNN takes no bias
+
+    cases = [(case, layer, name) for case, layer in plan.correct.items() for name in names(layer)]
+    return {f"{case}/{name}": functools.partial(prepare, layer, name) for case, layer, name in cases}
+
+
+def layer_cases(plan: Plan) -> dict[str, Prepare]:
+    """Return the cases that time one layer, named IMPLEMENTATION/T/B/DIRECTION."""
+
+    def prepare(name: str, length: int, batch: int, direction: str) -> tuple[Figures, Callable[[], Figures]]:
+        layer = of_implementation(dataclasses.replace(plan.layer, length=length, batch=batch), name)
+        call, figures = compile_layer(layer, direction, IMPLEMENTATIONS[name])
+        return figures, functools.partial(times_of, call)
+
+    names = ("cuda", "cudnn", "cuda-kerple", "fused", "blockwise")
+    cases = [(name, *shape, way) for shape, way, name in itertools.product(plan.shapes, DIRECTIONS, names)]
+    cases = [case for case in cases if case[0] != "blockwise" or case[1] * case[2] <= 8192]
+    return {"/".join(map(str, case)): functools.partial(prepare, *case) for case in cases}
+
+
+def times_of(call: Call) -> Figures:
+    """Return the time of a call, from samples of queued calls; and of one call, including waiting for its result."""
+    with tqdm(disable=True) as bar:
+        samples = seconds_in_turns({"": call}, SAMPLES, bar)[""]
+    return {"min_ms": 1e3 * min(samples), "all_ms": [1e3 * x for x in samples], "once_ms": 1e3 * seconds_of(call, 1)}
+
+
+def step_cases(plan: Plan) -> dict[str, Prepare]:
+    """Return the cases that time whole training steps of the 125M model, named METHOD/T/B/IMPLEMENTATION."""
+
+    def prepare(*case: Any) -> tuple[Figures, Callable[[], Figures]]:
+        step = Step(read_config(plan.preset, "125m", *case))
+
+        def run() -> Figures:
+            with tqdm(disable=True) as bar:
+                for _ in range(3):
+                    step.take_turn(5, bar)
+            result = step.result()
+            return {name: result[name] for name in ("min_ms", "all_ms", "tokens_per_s", "mfu", "loss_nats")}
+
+        return {"compile_s": step.program.compile_s, "needed_gib": step.needed_bytes / GIB}, run
+
+    return {"/".join(map(str, case)): functools.partial(prepare, *case) for case in plan.steps}
+
+
+def torch_cases(plan: Plan) -> dict[str, Prepare]:
+    """Return the cases that time PyTorch, named NAME/T/B/DIRECTION."""
+    if why := listing.why_not_torch(device_platform()):
+        return {"torch": lambda: ({"left_out": why}, dict)}
+
+    def prepare(name: str, length: int, batch: int, direction: str) -> tuple[Figures, Callable[[], Figures]]:
+        sizes = {"length": length, "batch": batch, "kv_heads": plan.layer.heads}
+        layer = variant_of(dataclasses.replace(plan.layer, **sizes), name)
+
+        def run() -> Figures:  # PyTorch compiles in one thread only
+            call, compile_s = listing.torch_function(name, *layer.modules(), layer.arrays(), direction)
+            figures = times_of(call) | {"compile_s": compile_s}
+            if device_platform() == "gpu":
+                figures["peak_mib"] = listing.bytes_of_call(call) / MIB
+            listing.empty_cache()
+            return figures
+
+        return {}, run
+
+    names = [name for name in listing.NAMES if name != "torch eager"]
+    cases = itertools.product(names, plan.torch_shapes, DIRECTIONS)
+    return {f"{name}/{T}/{B}/{way}": functools.partial(prepare, name, T, B, way) for name, (T, B), way in cases}
+
+
+CASES = {"correct": correct_cases, "layers": layer_cases, "steps": step_cases, "torch": torch_cases}
+
+
+# ---- processes
+
+
+def run_part(part: str, cases: dict[str, Prepare], file: Path, limit_s: float) -> None:
+    """Compile the cases in threads, then run those that are ready; write a line for each."""
+    started, parent = time.monotonic(), {"part": part, "device": jax.devices()[0].device_kind}
+
+    def write(case: str, figures: Figures) -> None:
+        with file.open("a") as lines:
+            lines.write(json.dumps(parent | {"case": case} | figures) + "\n")
+
+    pool = concurrent.futures.ThreadPoolExecutor(8)
+    waiting = {case: pool.submit(prepare) for case, prepare in cases.items()}
+    concurrent.futures.wait(waiting.values(), timeout=limit_s / 2)
+    for case, future in waiting.items():
+        if not future.done():
+            write(case, {"failed": f"not compiled after {time.monotonic() - started:.0f} s"})
+            continue
         try:
-            process.communicate(b"go\n", max(1.0, limit_s))
-            return process.returncode
+            figures, run = future.result()
+            write(case, figures | run())
+        except Exception as error:  # of any kind: continue with the other cases
+            traceback.print_exc()
+            write(case, {"failed": failure(error)})
+    os._exit(0)  # without waiting for threads that still compile
+
+
+def start_part(part: str, settings: "Settings") -> str:
+    """Run a part in a process; return how it ended."""
+    limit_s = PARTS[part] * (10 if settings.tiny else 1)
+    command = [sys.executable, "-m", "benchmarks.gpu", f"--output={settings.output}", f"--parts={part}", "--inside"]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
+    environment |= {"JAX_PLATFORMS": "cpu"} if settings.tiny else {}
+    with Path(settings.output, "log.txt").open("ab") as log:
+        options = {"stdout": log, "stderr": subprocess.STDOUT, "env": environment, "start_new_session": True}
+        process = subprocess.Popen([*command, *(["--tiny"] if settings.tiny else [])], cwd=ROOT, **options)
+        try:
+            return f"status {process.wait(limit_s)}"
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            return None
-
-    def command(self, group: str, prepare_s: float) -> list[str]:
-        """Return the command of a group, which may prepare its cases for some seconds."""
-        command = [sys.executable, "-m", "benchmarks.gpu_cases", f"--group={group}", f"--output={self.output}"]
-        command += [f"--ready={self.cache / group}", f"--prepare_s={prepare_s:.0f}"]
-        return [*command, *(["--tiny"] if self.tiny else [])]
-
-    def start(self, group: str, prepare_s: float) -> subprocess.Popen:
-        """Start a group of cases in a new process group, with its output appended to the log."""
-        environment = self.environment | {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY[group])}
-        if group.startswith("correct"):  # values do not depend on the choice among matmuls, and compiling is quicker
-            environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
-        streams = {"stdin": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        with (self.output / "log.txt").open("ab") as log:
-            command, options = self.command(group, prepare_s), {"env": environment, "start_new_session": True}
-            return subprocess.Popen(command, cwd=ROOT, stdout=log, **streams, **options)
-
-    def measure(self, groups: Sequence[str], until: float) -> None:
-        """Prepare groups in parallel, then time them one at a time, until a time."""
-        prepare_s = PREPARING_SHARE * (until - time.monotonic())
-        processes = {group: self.start(group, prepare_s) for group in groups}
-        while time.monotonic() < until and any(
-            process.poll() is None and not (self.cache / group).exists() for group, process in processes.items()
-        ):
-            time.sleep(0.1)
-        for group, process in processes.items():
-            limit_s = GROUPS[group] * (8 if self.tiny else 1)
-            status = self.finish(process, min(limit_s, until - time.monotonic()))
-            for _ in range(3):
-                left_s = min(RESTART_S + limit_s, until - time.monotonic())
-                if status in (0, None) or left_s < MIN_RESTART_S:
-                    break
-                self.say(f"{group} died with status {status}")
-                status = self.finish(self.start(group, left_s), left_s)
-            self.say(f"{group}: {'killed at its limit' if status is None else f'status {status}'}")
-
-    def run(self) -> None:
-        """Measure the groups phase by phase. Selected groups share the time."""
-        for phase, part in PHASES:
-            if groups := [group for group in phase if group in self.groups]:
-                part = part if len(self.groups) == len(GROUPS) else 1
-                self.measure(groups, self.deadline - (1 - part) * self.total_s)
+            return f"killed after {limit_s} s"
 
 
 def describe() -> str:
     """Describe the hardware and software of the machine."""
-    # A copy of the source without git names its commit in this variable: `dape_jax/provenance.py`.
-    parts = [
-        f"DAPE_COMMIT={os.environ.get('DAPE_COMMIT', '')}",
-        f"{platform.platform()}; Python {platform.python_version()}; {os.cpu_count()} cores",
-    ]
-    commands = ["git describe --always --dirty", "nvidia-smi", "python -m pip list --format=freeze"]
-    for command in [*commands, "nvcc --version"]:
+    parts = [f"{platform.platform()}; Python {platform.python_version()}; {os.cpu_count()} cores"]
+    for command in (["nvidia-smi"], [sys.executable, "-m", "pip", "list", "--format=freeze"]):
         try:
-            words = command.replace("python", sys.executable, 1).split()
-            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=30)
-            parts.append(f"$ {command}\n{done.stdout}{done.stderr[-500:]}")
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+            parts.append(f"$ {' '.join(command)}\n{done.stdout}{done.stderr[-500:]}")
         except (OSError, subprocess.TimeoutExpired) as error:
-            parts.append(f"$ {command}\n{error}")
-    return "\n".join(parts)
+            parts.append(f"$ {' '.join(command)}\n{error}")
+    return "\n".join(parts) + "\n"
 
 
 # ---- summary
 
 
-def read_results(path: Path) -> dict[tuple[str, str], Line]:
-    """Return the last line of every case, by group and case."""
+def read_results(path: Path) -> dict[tuple[str, str], Figures]:
+    """Return the last line of every case, by part and case."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {(line["group"], line["case"]): line for line in lines}
+    return {(line["part"], line["case"]): line for line in lines}
 
 
-def reason_of(line: Line) -> str:
-    """Return why a case has no figures."""
-    return line.get("reason") or line.get("left_out") or line["status"]
-
-
-def layer_times(results: dict[tuple[str, str], Line]) -> dict[tuple[int, int, str], dict[str, Line]]:
-    """Return the lines of one layer by T, B and direction, then by variant."""
-    found: dict[tuple[int, int, str], dict[str, Line]] = {}
-    for (group, case), line in results.items():
-        if group not in ("steps", "environment", "train") and case.count("/") == 3:
-            name, length, batch, direction = case.split("/")
-            found.setdefault((int(length), int(batch), direction), {})[name] = line
-    return dict(sorted(found.items()))
-
-
-def summarize(results: dict[tuple[str, str], Line], output: str) -> str:
+def summarize(results: dict[tuple[str, str], Figures]) -> str:
     """Return the results as tables."""
-
-    def figures_of(wanted: str) -> list[str]:
-        lines = {case: line for (group, case), line in results.items() if group == wanted}
-        hidden = ("group", "case", "at")
-        return [f"  {case}: {json.dumps({k: v for k, v in lines[case].items() if k not in hidden})}" for case in lines]
-
-    text = [f"python -m benchmarks.gpu --output={output}", "", "ENVIRONMENT", *figures_of("environment")]
-    text += ["", "CORRECTNESS against dense in float32: largest relative error of values and gradients"]
-    for (group, case), line in results.items():
-        if not group.startswith("correct"):
-            continue
-        cells = [
-            f"{name} {'right' if x['right'] else 'WRONG'} {x['errors'][x['worst']]:.1e} ({x['worst']})"
-            + ("" if x["same_bits"] else ", DIFFERENT BITS IN A SECOND RUN")
-            for name, x in line.items()
-            if isinstance(x, dict)
-        ]
-        text.append(f"  {group.removeprefix('correct-'):9} {case:14} " + ("; ".join(cells) or reason_of(line)))
-    text += ["", "ONE LAYER, bfloat16, ms (temporary MiB)"]
-    for (length, batch, direction), lines in layer_times(results).items():
-        text.append(f"  T={length} B={batch} {direction}")
-        for name, line in lines.items():
-            memory = line.get("temporary_mib", line.get("peak_mib"))
-            figures = f"{line.get('min_ms', 0):9.3f}" + ("" if memory is None else f" ({memory:,.0f})")
-            text.append(f"    {name:18} {figures if line['status'] == 'done' else reason_of(line)}")
-    text += ["", "TRAINING STEPS"]
-    for (group, case), line in results.items():
-        if group == "steps":
-            names = ("min_ms", "tokens_per_s", "mfu", "needed_gib", "loss_nats")
-            figures = ", ".join(f"{name} {line[name]:,.4g}" for name in names if line.get(name) is not None)
-            text.append(f"  {case:40} {figures if line['status'] == 'done' else reason_of(line)}")
-    text += ["", "TRAINING, 150 steps of 125M, 32 x 512 bytes", *figures_of("train")]
-    begun = ("prepares", "prepared", "runs")
-    unfinished = [f"{group} {case}" for (group, case), line in results.items() if line["status"] in begun]
-    failed = [
-        f"{group} {case}: {reason_of(line)}"
-        for (group, case), line in results.items()
-        if line["status"] == "failed" or "left_out" in line
-    ]
-    text += ["", f"NOT FINISHED: {', '.join(unfinished) or 'nothing'}"]
-    return "\n".join([*text, *(f"FAILED OR NOT RUN: {line}" for line in failed)])
+    text = ["CORRECTNESS against dense in float32: largest relative error of values and gradients"]
+    for (part, case), line in results.items():
+        if part == "correct" and "right" in line:
+            verdict = "right" if line["right"] else "WRONG"
+            bits = "" if line["same_bits"] else ", DIFFERENT BITS IN A SECOND RUN"
+            text.append(f"  {case:30} {verdict} {line['errors'][line['worst']]:.1e} ({line['worst']}){bits}")
+    for part, title in (("layers", "ONE LAYER, bfloat16"), ("torch", "PYTORCH"), ("steps", "TRAINING STEPS, 125M")):
+        text += ["", title]
+        for (_, case), line in ((key, line) for key, line in results.items() if key[0] == part and "min_ms" in line):
+            names = ("temporary_mib", "peak_mib", "needed_gib", "tokens_per_s", "mfu", "loss_nats", "compile_s")
+            figures = ", ".join(
+                f"{name} {line[name]:,.4g}" for name in names if name in line and line[name] is not None
+            )
+            text.append(f"  {case:36} {line['min_ms']:9.3f} ms   {figures}")
+    text += ["", "NOT MEASURED"]
+    for (part, case), line in results.items():
+        text += [f"  {part} {case}: {line[why]}" for why in ("failed", "left_out") if why in line]
+    return "\n".join(text)
 
 
-def main() -> None:
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Checked flags."""
+
+    output: str = flag("results/gpu/new", "Directory of the results.")
+    parts: tuple[str, ...] = flag((*PARTS,), f"Parts: {', '.join(PARTS)}.")
+    tiny: bool = flag(False, "Tiny sizes, on a CPU.")
+    inside: bool = flag(False, "Run a part in this process; used by the command itself.")
+
+    def __post_init__(self):
+        unknown = [part for part in self.parts if part not in PARTS]
+        require(not unknown, "--parts", self.parts, f"must be some of {list(PARTS)}")
+
+
+def main(settings: Settings) -> None:
     """Measure, and always write the summary."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = list(GROUPS)
-    parser.add_argument("--output", type=Path, required=True, help="Directory of the results.")
-    parser.add_argument("--groups", default="", help=f"Comma-separated groups, of {', '.join(known)}; all if empty.")
-    parser.add_argument("--seconds", type=float, default=500, help="Total time in seconds; at least 120.")
-    parser.add_argument("--tiny", action="store_true", help="Tiny sizes, on a CPU.")
-    flags = parser.parse_args()
-    if flags.seconds < 120:
-        parser.error(f"--seconds = {flags.seconds:g}: must be at least 120")
-    groups = list(filter(None, flags.groups.split(",")))
-    if unknown := [group for group in groups if group not in known]:
-        parser.error(f"--groups = {','.join(unknown)}: must be of {known}")
-    measured = {group for group, _ in read_results(flags.output / "results.jsonl")}
-    if repeated := sorted(measured.intersection(groups or known)):
-        advice = "choose another directory, or --groups"
-        parser.error(f"--output = {str(flags.output)!r}: has results of {', '.join(repeated)}; {advice}")
-    flags.output.mkdir(parents=True, exist_ok=True)
-    output = flags.output.absolute()
-    (output / "environment.txt").write_text(describe())
-    measurement = Measurement(output, flags.seconds, flags.tiny, groups)
+    output = Path(settings.output).absolute()
+    settings = dataclasses.replace(settings, output=str(output))
+    file, plan = output / "results.jsonl", TINY if settings.tiny else FULL
+    if settings.inside:
+        (part,) = settings.parts
+        run_part(part, CASES[part](plan), file, PARTS[part] * (10 if settings.tiny else 1))
+    measured = sorted({part for part, _ in read_results(file)} & {*settings.parts})
+    require(
+        not measured, "--output", settings.output, f"has results of {measured}: choose another directory or --parts"
+    )
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / "log.txt").open("a") as log:
+        log.write(f"{json.dumps(provenance())}\n{describe()}")
     try:
-        measurement.run()
+        for part in settings.parts:
+            print(f"{part}: {start_part(part, settings)}", flush=True)
     finally:
-        results = read_results(output / "results.jsonl")
-        text = summarize(results, str(flags.output))
+        text = summarize(read_results(file))
         (output / "summary.txt").write_text(text + "\n")
         print(text)
-        if (log := output / "log.txt").exists():
-            log.write_bytes(log.read_bytes()[-LOG_BYTES:])
-        shutil.rmtree(measurement.cache, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main, Settings)

@@ -30,7 +30,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from benchmarks.gpu_cases import IMPLEMENTATIONS, of_implementation
+from benchmarks.gpu import IMPLEMENTATIONS, of_implementation
 from benchmarks.hlo import compile_program
 from benchmarks.layer import DIRECTIONS, Layer
 from benchmarks.measure import Row, check_names, check_positive, failure, table, write

@@ -1,7 +1,7 @@
 """Compile a function for the local devices or for a TPU slice, and read the work of one run from the program's text.
 
 In: a jitted function and the shapes of its arguments. Out: a `CompiledProgram`, with its `Work` on one device, since
-shapes in the text are per device. Next: `attention.py`, `step.py`, `gpu_cases.py`, `tpu.py`, `step_cycles.py`.
+shapes in the text are per device. Next: `attention.py`, `step.py`, `gpu.py`, `tpu.py`, `step_cycles.py`.
 
 The format of XLA's text is not stable. `Compiled.cost_analysis` is, but it counts the body of a loop once, and its
 bytes include VMEM, and whole operands if a fusion reads only a slice. Collectives are not counted.

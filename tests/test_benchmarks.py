@@ -1,10 +1,11 @@
 """Run the benchmarks end to end at tiny sizes: they measure the requested cases and agree with the formulas."""
 
 import dataclasses
-import io
 import json
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from tqdm import tqdm
 
-from benchmarks import attention, gpu, gpu_cases, layer, listing, measure, step, step_cycles
+from benchmarks import attention, gpu, layer, listing, measure, step, step_cycles
 from benchmarks.hlo import compile_program
 from dape_jax.errors import InputError
 from dape_jax.evaluation.programs import predicted_bytes
@@ -55,8 +56,9 @@ def test_attention_measures_the_requested_case_and_without_torch_the_others(tmp_
         assert row["time_ratios"]["dense"] == row["min_ms"] / rows[0]["min_ms"]
         assert row["memory_ratios"]["dense"] == row["peak_mib"] / rows[0]["peak_mib"]
     shown, errors = capsys.readouterr()
-    fused, torch = content["left_out"]
+    fused, cuda, torch = content["left_out"]
     assert fused.startswith("fused is skipped")
+    assert cuda.startswith("cuda is skipped")
     assert "PyTorch is not installed" in torch
     assert all(line in errors and line in shown for line in (fused, torch))
     with pytest.raises(InputError, match="--implementations = 'fused'"):
@@ -235,144 +237,94 @@ def test_cycles_of_a_training_step(libtpu):
 # ---- all measurements on one GPU
 
 
-def test_a_group_records_every_step_and_resumes_after_the_case_that_ended_it(tmp_path, monkeypatch):
-    """An earlier process prepared the first case, and was killed in the second."""
+def test_a_part_records_every_case(tmp_path, monkeypatch):
+    """A case that fails, or is not compiled in time, is recorded, and the others run."""
 
     def fails():
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
 
-    prepared: list[str] = []
-    timed = {
-        name: lambda name=name: prepared.append(name) or ({"compile_s": 1.0}, lambda: {"min_ms": 2.0})
-        for name in ("first", "deadly", "last")
+    hung = threading.Event()
+    cases = {
+        "first": lambda: ({"compile_s": 1.0}, lambda: {"min_ms": 2.0}),
+        "large": fails,
+        "fails": lambda: ({}, fails),
+        "slow": hung.wait,
+        "last": lambda: ({}, lambda: {"min_ms": 3.0}),
     }
-    cases = timed | {"large": fails, "untimed": lambda: ({"right": True}, None)}
-    earlier = [("first", "prepares"), ("first", "prepared"), ("deadly", "prepares")]
+    monkeypatch.setattr(os, "_exit", lambda _: hung.set())
     file = tmp_path / "results.jsonl"
-    lines = [json.dumps({"group": "g", "case": case, "status": status}) for case, status in earlier]
-    file.write_text("\n".join(lines) + "\n")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
-    gpu_cases.run_group("g", cases, tmp_path, tmp_path / "ready", 100)
-    assert prepared == ["first", "last"]
-    assert (tmp_path / "ready").exists()
+    gpu.run_part("layers", cases, file, 1)
     results = {case: line for (_, case), line in gpu.read_results(file).items()}
-    expected = {"first": "done", "deadly": "prepares", "last": "done", "large": "failed", "untimed": "done"}
-    assert {case: line["status"] for case, line in results.items()} == expected
-    assert results["large"]["reason"] == "out of memory"
-    assert (results["last"]["compile_s"], results["last"]["min_ms"]) == (1.0, 2.0)
-
-    before = file.read_text()
-    gpu_cases.run_group("other", cases, tmp_path, tmp_path / "ready", -1)
-    assert file.read_text() == before, "no time is left to prepare anything"
+    assert list(results) == list(cases)
+    assert (results["first"]["compile_s"], results["first"]["min_ms"], results["last"]["min_ms"]) == (1.0, 2.0, 3.0)
+    assert results["large"]["failed"] == results["fails"]["failed"] == "out of memory"
+    assert results["slow"]["failed"].startswith("not compiled")
 
 
-def test_every_group_has_cases_and_wrong_values_are_seen(monkeypatch):
-    assert all(gpu_cases.cases_of(group, plan) for group in gpu.GROUPS for plan in (gpu_cases.FULL, gpu_cases.TINY))
-    assert all(sum(gpu.MEMORY[group] for group in phase) <= 1 for phase, _ in gpu.PHASES)
-    assert sorted(group for phase, _ in gpu.PHASES for group in phase) == sorted(gpu.GROUPS)
-    for case in gpu_cases.FULL.steps:
-        step.read_config(gpu_cases.FULL.preset, *case)
-    monkeypatch.setitem(gpu_cases.IMPLEMENTATIONS, "fused", Wrong())
-    figures, then = gpu_cases.correctness(gpu_cases.TINY, "float32")["kerple"]()
-    assert then is None
-    assert 0.9 < figures["fused"]["errors"]["out"] < 1.1
-    assert {name: (x["right"], x["same_bits"]) for name, x in figures.items()} == {
-        "fused": (False, True),
-        "blockwise": (True, True),
-        "dense": (True, True),
-    }
+def test_wrong_values_are_seen(monkeypatch):
+    assert all(cases(plan) for cases in gpu.CASES.values() for plan in (gpu.FULL, gpu.TINY))
+    for case in gpu.FULL.steps:
+        step.read_config(gpu.FULL.preset, "125m", *case)
+    monkeypatch.setitem(gpu.IMPLEMENTATIONS, "fused", Wrong())
+    cases = gpu.correct_cases(gpu.TINY)
+    wrong, right = (cases[f"kerple/{name}"]()[1]() for name in ("fused", "dense"))
+    assert 0.9 < wrong["errors"]["out"] < 1.1
+    assert (wrong["right"], right["right"]) == (False, True)
 
 
-GROUP = """
-import sys, time, pathlib
-ready, behaviour = pathlib.Path(sys.argv[1]), sys.argv[2]
-if behaviour == "dies once" and not ready.with_suffix(".died").exists():
-    ready.with_suffix(".died").touch()
-    sys.exit(9)
-ready.touch()
-assert sys.stdin.readline() == "go\\n"
-if behaviour == "hangs":
-    time.sleep(1000)
-"""
+def test_a_part_that_hangs_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "PARTS", {"steps": 1.0})
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nsleep 1000\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    assert gpu.start_part("steps", gpu.Settings(str(tmp_path), ("steps",))) == "killed after 1.0 s"
 
 
-def test_groups_that_die_are_restarted_and_those_that_hang_are_killed(tmp_path, monkeypatch, capsys):
-    behaviours = {"environment": "works", "torch": "hangs", "steps": "dies once"}
-    monkeypatch.setattr(gpu, "GROUPS", dict.fromkeys(behaviours, 2.0))
-    script = tmp_path / "group.py"
-    script.write_text(GROUP)
-    measurement = gpu.Measurement(tmp_path, 60, tiny=False)
-
-    def command(group, prepare_s):
-        return [sys.executable, str(script), str(measurement.cache / group), behaviours[group]]
-
-    monkeypatch.setattr(measurement, "command", command)
-    measurement.measure(list(behaviours), measurement.deadline)
-    said = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()]
-    expected = ["environment: status 0", "torch: killed at its limit", "steps died with status 9", "steps: status 0"]
-    assert said == expected
-
-
-RIGHT = {"right": True, "same_bits": False, "worst": "q", "errors": {"q": 2e-3, "k": 1e-3}}
-WRONG = {"right": False, "same_bits": True, "worst": "k", "errors": {"q": 1.0, "k": 2.0}}
 RESULTS = [
-    {"group": "steps", "case": "350m/kerple/512/1/dense", "status": "prepares"},
-    {"group": "environment", "case": "rates", "status": "done", "matmul_tflops": 700.0},
-    {"group": "correct-float32", "case": "kerple", "status": "done", "fused": RIGHT, "dense": WRONG},
-    {"group": "correct-float32", "case": "window", "status": "failed", "reason": "out of memory"},
-    {"group": "fused-forward", "case": "fused/2048/1/forward", "status": "done", "min_ms": 2.048, "temporary_mib": 12},
-    {"group": "xla-forward", "case": "dense/2048/1/forward", "status": "runs"},
-    {"group": "steps", "case": "350m/kerple/512/1/dense", "status": "done", "min_ms": 15.0, "mfu": 0.4},
-    {"group": "torch", "case": "torch", "status": "done", "left_out": "PyTorch is not installed"},
-    {"group": "train", "case": "fused", "status": "done", "loss_nats": 3.2},
+    {"part": "correct", "case": "kerple/cuda", "right": True, "same_bits": False, "worst": "q", "errors": {"q": 2e-3}},
+    {"part": "correct", "case": "kerple/dense", "right": False, "same_bits": True, "worst": "k", "errors": {"k": 2.0}},
+    {"part": "correct", "case": "window/cuda", "failed": "out of memory"},
+    {"part": "layers", "case": "cuda/2048/1/forward", "min_ms": 2.048, "temporary_mib": 12},
+    {"part": "steps", "case": "kerple/512/1/dense", "failed": "out of memory"},
+    {"part": "steps", "case": "kerple/512/1/dense", "min_ms": 15.0, "mfu": 0.4},
+    {"part": "torch", "case": "torch", "left_out": "PyTorch is not installed"},
 ]
 
 
 def test_the_summary_has_figures_failures_and_what_is_missing(tmp_path):
     path = tmp_path / "results.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in RESULTS))
-    text = gpu.summarize(gpu.read_results(path), "DIR")
+    text = gpu.summarize(gpu.read_results(path))
     for words in (
-        '"matmul_tflops": 700.0',
-        "fused right 2.0e-03 (q), DIFFERENT BITS IN A SECOND RUN; dense WRONG 2.0e+00 (k)",
-        "out of memory",
-        "fused                  2.048 (12)",
-        "350m/kerple/512/1/dense                  min_ms 15, mfu 0.4",
-        '"loss_nats": 3.2',
-        "NOT FINISHED: xla-forward dense/2048/1/forward",
-        "FAILED OR NOT RUN: torch torch: PyTorch is not installed",
+        "right 2.0e-03 (q), DIFFERENT BITS IN A SECOND RUN",
+        "WRONG 2.0e+00 (k)",
+        "2.048 ms   temporary_mib 12",
+        "15.000 ms   mfu 0.4",
+        "NOT MEASURED\n  correct window/cuda: out of memory\n  torch torch: PyTorch is not installed",
     ):
         assert words in text
-    assert "NOT FINISHED: nothing" in gpu.summarize({}, "DIR")
 
 
-def test_bad_flags_of_the_measurement(tmp_path, monkeypatch, capsys):
-    (tmp_path / "results.jsonl").write_text('{"group": "steps", "case": "a", "status": "done"}\n')
-    for flags, words in (
-        ([], "has results of steps; choose another directory, or --groups"),
-        (["--groups=train,steps"], "has results of steps"),
-        (["--groups=train,tea"], "--groups = tea: must be of"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["gpu", f"--output={tmp_path}", *flags])
-        with pytest.raises(SystemExit, match="2"):
-            gpu.main()
-        assert words in capsys.readouterr().err
+def test_results_are_not_mixed(tmp_path):
+    (tmp_path / "results.jsonl").write_text('{"part": "steps", "case": "a"}\n')
+    with pytest.raises(InputError, match=r"has results of \['steps'\]: choose another directory or --parts"):
+        gpu.main(gpu.Settings(str(tmp_path)))
+    with pytest.raises(InputError, match="must be some of"):
+        gpu.Settings(parts=("tea",))
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_everything_is_measured_on_a_cpu(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.gpu", f"--output={tmp_path}", "--tiny", "--seconds=800"]
+    command = [sys.executable, "-m", "benchmarks.gpu", f"--output={tmp_path}", "--tiny"]
     done = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
-    files = sorted(path.name for path in tmp_path.iterdir())
-    assert files == ["environment.txt", "log.txt", "results.jsonl", "summary.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "results.jsonl", "summary.txt"]
     results = gpu.read_results(tmp_path / "results.jsonl")
-    assert {group for group, _ in results} == set(gpu.GROUPS)
-    assert {line["status"] for line in results.values()} == {"done"}
+    assert {part for part, _ in results} == set(gpu.PARTS)
+    assert not any("failed" in line for line in results.values())
     summary = (tmp_path / "summary.txt").read_text()
-    assert "NOT FINISHED: nothing" in summary
     assert "WRONG" not in summary
     assert "DIFFERENT BITS" not in summary
-    assert results["fused-backward", "fused/24/1/backward"]["min_ms"] > 0
-    assert results["train", "blockwise"]["tokens_per_s"] > 0
+    assert results["layers", "cuda/24/1/backward"]["min_ms"] > 0
