@@ -141,6 +141,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN}),
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0}}),
     "mistral": ("mistral", {"num_key_value_heads": 2, "sliding_window": 5}),
+    "ministral": ("ministral", {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5, "layer_types": WINDOWS}),
     "mistral-no-window": ("mistral", {"num_key_value_heads": 4, "sliding_window": None, "head_dim": 10}),
     "qwen2": ("qwen2", {"num_key_value_heads": 2, **TIED}),
     "llama-yarn": ("llama", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}}),
@@ -319,7 +320,7 @@ def test_the_model_is_that_of_transformers(name, runs, directories):
 
 
 # Families whose layers differ, or have options that only they have.
-NEWER = [name for name in MODELS if MODELS[name][0] in PUBLISHED_MODELS]
+NEWER = [name for name in MODELS if MODELS[name][0] in {"ministral", *PUBLISHED_MODELS}]
 NEWER = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in NEWER]
 
 
@@ -770,7 +771,9 @@ PUBLISHED = {
 
 
 @pytest.mark.hf
-@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral", "qwen2", *sorted({*PUBLISHED_MODELS} - {"gpt2"})])
+@pytest.mark.parametrize(
+    "kind", ["gpt_neox", "llama", "mistral", "ministral", "qwen2", *sorted({*PUBLISHED_MODELS} - {"gpt2"})]
+)
 def test_fields_that_a_config_lacks_have_the_values_of_transformers(kind):
     """Check, for example, Mistral's window and number of key/value heads. Null and disabled options are accepted."""
     sizes = {"vocab_size": 260, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 32}

@@ -375,9 +375,11 @@ def _llama(fields: Fields) -> Family:
 
 
 def _mistral(fields: Fields) -> Family:
-    """Map Mistral; the default window is 4,096 tokens."""
-    window = fields.optional("sliding_window", int, missing=4096)
-    return _decoder(fields, {"window": window}, num_kv_heads=8, max_length=131_072)
+    """Map Mistral, and Ministral with windows in some layers; the default window is 4,096 tokens."""
+    options = {"window": fields.optional("sliding_window", int, missing=4096)}
+    if fields.take("model_type", str) == "ministral":
+        options = _windows(fields, options["window"], lambda _: options["window"] is not None)
+    return _decoder(fields, options, num_kv_heads=8, max_length=131_072)
 
 
 def _qwen2(fields: Fields) -> Family:
@@ -741,6 +743,7 @@ FAMILIES = {
     "gpt2": _gpt2,
     "llama": _llama,
     "mistral": _mistral,
+    "ministral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "gemma": _gemma,
