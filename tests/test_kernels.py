@@ -168,7 +168,7 @@ def compiled(case: Case, implementation: str):
         patch.setattr(gpu, "rows_in_block", lambda *_: 16)
         for name, value in {"BAND_WIDTH": 16, "NUM_RUNS": 2, "MAX_UNROLLED": 1500}.items():
             patch.setattr(gpu, name, value)
-        patch.setattr(cuda, "LEAST_TILES", {"forward": 1, "backward": 1})
+        patch.setattr(cuda, "LEAST_TILES", {"forward": 2, "backward": 2})
         program = both.lower(params, *case.arrays(), *case.positions()).compile()
     return functools.partial(program, params)
 
