@@ -309,6 +309,22 @@ def h100_steps() -> str:
     return table(["model", "batch", "training step", "XLA needs", "loss, nats"], rows)
 
 
+def cuda_compiled() -> str:
+    """Return figures of the CUDA kernels of the 125M model's layer, compiled without a GPU."""
+    found = read("cuda_compiled/cuda_compiled.json")["rows"]
+    rows = []
+    for row in found:
+        if (row["heads"], row["head_dim"], row["channels"], row["width"]) == (12, 64, 32, 3):
+            figures = [
+                row["registers"],
+                f"{row['spilled_loads']:,}",
+                f"{row['shared_kib']:.0f} KiB",
+                f"{row['clocks']:.1f}",
+            ]
+            rows.append([row["architecture"], row["kernel"], row["tile"], *figures])
+    return table(["GPU", "kernel", "tile", "registers", "spills", "shared memory", "clocks a pair"], rows)
+
+
 def gpu_compiled() -> str:
     """Return launches, temporary memory and traffic of one layer, compiled for an H200."""
     now, before = (read(f"gpu_compiled/{part}gpu_compiled.json")["rows"] for part in ("", "before/"))
