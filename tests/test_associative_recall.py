@@ -219,21 +219,6 @@ def test_without_the_convolution_no_better_than_chance(page, read, beta):
     assert (read(texts, vocab, max(beta, 3.0)).argmax(1) == others).all()
 
 
-def test_two_layers_without_positions_can_use_the_order():
-    """Earlier rows see different prefixes, because of the causal mask."""
-    rng = np.random.default_rng(1)
-    text = rng.integers(0, 30, 50)
-    texts, pos = np.array([np.append(rng.permutation(text), 0) for _ in range(8)]), jnp.arange(51)
-
-    @jax.jit
-    def two_layers():
-        x_BSHK = jnp.eye(30)[texts][:, :, None]
-        x_BSHK += attend(x_BSHK, x_BSHK, x_BSHK, pos, pos)
-        return attend(3 * x_BSHK[:, -1:], x_BSHK, x_BSHK, pos[-1:], pos)
-
-    assert np.ptp(np.asarray(two_layers()), axis=0).max() > 1e-3
-
-
 def test_mask_hides_what_the_match_with_itself_points_at(page, read):
     """+beta is on the next column of every row, which contains its answer; attention still ignores it."""
     vocab, length, beta = 7, 24, 5.0

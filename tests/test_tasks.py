@@ -148,6 +148,7 @@ def test_samples_are_solved(task, length, seed):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("task", TASKS)
 def test_samples_of_every_length_are_solved(task):
     for length in range(1, 501):
