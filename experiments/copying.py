@@ -21,7 +21,6 @@ from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.errors import require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.options import STEP_HELP
 from dape_jax.evaluation.perplexity import compile_lengths, score_windows
 from dape_jax.evaluation.trained import require_same, restore
 from experiments.repetition import latest_match
@@ -38,8 +37,6 @@ class Settings:
     lengths: tuple[int, ...] = flag((64, 512), "Increasing lengths of the windows, in tokens.")
     match: int = flag(8, "Tokens that must be equal before a token is copied.")
     windows: int = flag(256, "Maximum number of windows.")
-    data: str | None = flag(None, "Corpus of the text, like --config.data.path; if unset, the corpus of each run.")
-    step: str = flag("newest", STEP_HELP)
     output: str = flag("results/copying", "Result directory.")
 
     def __post_init__(self):

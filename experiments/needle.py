@@ -32,7 +32,6 @@ from dape_jax.data.store import TokenStore
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.options import STEP_HELP
 from dape_jax.evaluation.perplexity import NllByLength, ScoredWindow, compile_lengths, score_windows
 from dape_jax.evaluation.trained import restore
 from dape_jax.model.processors import DapeConfig
@@ -52,9 +51,6 @@ class Settings:
     lengths: tuple[int, ...] = flag((128, 256, 512, 1024, 2048), "Increasing lengths of the windows, in tokens.")
     depths: int = flag(5, "Number of depths, evenly spaced from 0 to 1.")
     windows: int = flag(128, "Number of windows of each length and depth.")
-    batch_tokens: int = flag(8192, "Tokens in a batch.")
-    data: str | None = flag(None, "Corpus of the text, like --config.data.path; if unset, the corpus of each run.")
-    step: str = flag("newest", STEP_HELP)
     output: str = flag("results/needle", "Result directory.")
 
     def __post_init__(self):
@@ -132,7 +128,7 @@ def main(settings: Settings) -> None:
     tokenizer = saved_tokenizer(to_path(settings.workdir[0], "--workdir"))
     needles = [make_needle(number, tokenizer) for number in range(settings.windows)]
     (num_scored,) = {len(needle.value) for needle in needles}
-    study = read_study(settings, last_tokens=num_scored, batch_tokens=settings.batch_tokens)
+    study = read_study(settings, last_tokens=num_scored, batch_tokens=8192)
     needles, depths, results = needles[: len(study.windows)], np.linspace(0, 1, settings.depths).tolist(), []
     for model in study.models:
         programs = compile_lengths(model, "rope", len(study.windows))

@@ -39,7 +39,6 @@ class Settings:
     """Checked flags."""
 
     data: tuple[str, ...] = flag(dataclasses.MISSING, "Texts, each in the form of --config.data.path.")
-    tokenizer: str | None = flag(None, "Tokenizer of raw text, like --config.data.tokenizer; bytes if unset.")
     lengths: tuple[int, ...] = flag(
         (64, 128, 256, 512, 1024, 2048, 4096), "Increasing lengths of the context, in tokens."
     )
@@ -104,7 +103,7 @@ def main(settings: Settings) -> None:
     directory = make_results_directory(to_path(settings.output, "--output"), "--output")
     results, rows = [], [["text", "context", "repeated", "predictable"]]
     for path in settings.data:
-        fields = {"path": path, "tokenizer": settings.tokenizer, "cache_dir": "data"}
+        fields = {"path": path, "tokenizer": None, "cache_dir": "data"}
         fields = follow_corpus({"data": fields, "model": {"vocab_size": None}})["data"]
         corpus = load_corpus(DataConfig(**fields, validation_fraction=0.05, seed=0))
         results.append(measure(corpus.validation, settings, path) | {"data": corpus.digest})

@@ -41,7 +41,7 @@ class Study:
 
 
 def read_study(settings: Any, **evaluation: int) -> Study:
-    """Return the models and windows that flags name: `workdir`, `step`, `data`, `lengths`, `windows` and `output`.
+    """Return the models and windows that flags name: `workdir`, `lengths`, `windows` and `output`.
 
     `evaluation` are further fields of the configs' evaluation sections.
 
@@ -50,9 +50,9 @@ def read_study(settings: Any, **evaluation: int) -> Study:
             written.
     """
     changes = {"lengths": settings.lengths, "max_windows": settings.windows} | evaluation
-    models = [read_trained(to_path(workdir, "--workdir"), settings.step, changes) for workdir in settings.workdir]
+    models = [read_trained(to_path(workdir, "--workdir"), "newest", changes) for workdir in settings.workdir]
     require_different_names(models, "--workdir")
-    store, digests = common_text(models, settings.data)
+    store, digests = common_text(models, None)
     directory = make_results_directory(to_path(settings.output, "--output"), "--output")
     windows = choose_windows(store, max(settings.lengths), settings.windows)
     return Study(models, store, digests[0], windows, directory)
