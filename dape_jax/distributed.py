@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -31,7 +32,9 @@ logger = logging.getLogger(__name__)
 # down. The sum is less than half a minute.
 TIMEOUTS: dict[str, Any] = {"heartbeat_timeout_seconds": 20, "shutdown_timeout_seconds": 8}
 
-_PATIENCE_SECONDS = 4 * 3600  # for which processes wait for one that compiles or prepares text
+# The processes wait for each other, where one compiles or prepares text, for at most four hours: one minute at a time,
+# to log who is late.
+_MINUTE, _MOST_MINUTES = 60, 240
 _barriers = itertools.count()  # their numbers are the same on all processes
 
 
@@ -107,7 +110,7 @@ def first_fault(fault: str) -> str:
 def _texts_of_all(text: str) -> list[str]:
     if jax.process_count() == 1:
         return [text]
-    wait_for_all()
+    wait_for_all("start-up")
     encoded = np.frombuffer(text.encode(errors="backslashreplace"), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.uint32(encoded.size)))
     if not sizes.any():
@@ -116,18 +119,28 @@ def _texts_of_all(text: str) -> list[str]:
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
-def wait_for_all() -> None:
+def wait_for_all(work: str) -> None:
     """Wait until all processes have finished some work, which may take one of them much longer than the others.
 
     It is a barrier of jax's coordination service. In a collective of the devices, the first processes would give up
-    after the backend's own, shorter timeout.
+    after the backend's own, shorter timeout. Each minute, the first process that waits logs which are late.
 
     Raises:
         JaxRuntimeError: a process has died, or is late by four hours.
     """
-    if jax.process_count() > 1:
-        name, everyone = f"dape_jax {next(_barriers)}", set(range(jax.process_count()))
-        ocp.multihost.sync_global_processes(name, timeout=_PATIENCE_SECONDS, processes=everyone)
+    if jax.process_count() == 1:
+        return
+    number, everyone = next(_barriers), set(range(jax.process_count()))
+    for minute in range(_MOST_MINUTES):
+        try:  # a process that is late fails at once in the barriers of earlier minutes
+            name = f"dape_jax {number} {minute}"
+            return ocp.multihost.sync_global_processes(name, timeout=_MINUTE, processes=everyone)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error) or minute == _MOST_MINUTES - 1:
+                raise
+            late = {int(process) for process in re.findall(r"^\d+$", str(error), re.M)}
+            if jax.process_index() == min(everyone - late):
+                logger.warning("%s: waiting for process %s", work, ", ".join(map(str, sorted(late))))
 
 
 class SharedTimer:

@@ -218,7 +218,7 @@ def compile_step(step: Wrapped, state: TrainState, batch: dict[str, jax.Array]) 
     started_at = time.monotonic()
     step.lower(state, batch).compile()  # jit keeps the program for its calls
     logger.info("compiled the training step in %.1f s", time.monotonic() - started_at)
-    wait_for_all()
+    wait_for_all("compiling the training step")
 
 
 def log_end(workdir: epath.Path, num_steps: int) -> None:
