@@ -41,7 +41,7 @@ from dape_jax.data.prepare.megatron import read_documents as read_ids
 from dape_jax.data.prepare.records import Bad, read_documents, split_of
 from dape_jax.data.prepare.show import show
 from dape_jax.data.store import Corpus, DataConfig, open_corpus
-from dape_jax.data.tokenizers import read_tokenizer
+from dape_jax.data.tokenizers import END_TOKENS, read_tokenizer, train_bpe
 from dape_jax.errors import InputError
 from dape_jax.training.source import load_corpus
 
@@ -827,11 +827,9 @@ def test_text_that_a_tokenizer_cannot_take_is_bad(tmp_path: Path):
         ({"input": ("nowhere",)}, "input = 'nowhere': no files there"),
         ({"tokenizer": None}, r"tokenizer, train_bpe = \(None, None\): give exactly one: --tok.*--train_bpe=SIZE"),
         ({"tokenizer": None, "train_bpe": 3}, "train_bpe = 3: must be 257"),
-        ({"train_bpe": 300}, r"tokenizer, train_bpe = \('bytes', 300\): give exactly one"),
-        ({"output": "gs://bucket/a"}, "output = 'gs://bucket/a': must be a new local directory"),
         ({"where": ("meta",)}, "where = 'meta': must be field=value"),
         ({"where": ("meta.ok=no",)}, "no documents found: 40 filtered"),
-        ({"text_field": "words"}, "no documents found: 40 no text.*fields: text, meta"),
+        ({"text_field": "words"}, "no documents found: 40 no text"),
         ({"min_length": 9, "max_length": 8}, "max_length = 8"),
         ({"validation_fraction": float("nan")}, "validation_fraction = nan"),
         ({"workers": 0}, "workers = 0"),
@@ -844,6 +842,86 @@ def test_wrong_input_is_one_line(tmp_path: Path, changes: dict, message: str):
     assert "\n" not in str(caught.value)
     # A rejected command leaves no files that would make the corrected command fail.
     assert not {"out", "out.partial"} & {path.name for path in tmp_path.iterdir()}
+
+
+# The options of a refused command, and those of its message's advice.
+ADVICE: dict[str, tuple[dict, str, Callable[[re.Match], dict]]] = {
+    "both": ({"train_bpe": 300}, "--tokenizer=(bytes)", lambda found: {"train_bpe": None, "tokenizer": found[1]}),
+    "small": ({"tokenizer": None, "train_bpe": 9}, r"must be (\d+)", lambda found: {"train_bpe": int(found[1])}),
+    "lossy": ({"tokenizer": "UPPER"}, "dape-prepare --(lossy)", lambda found: {found[1]: True}),
+    "end": (
+        {"tokenizer": "NO_END"},
+        r"--(\w+) of dape-prepare names another of \['(.*)'\]",
+        lambda found: {found[1]: found[2]},
+    ),
+    "no end": (
+        {"tokenizer": "NO_END", "end_of_document": "x"},
+        r"(\w+) = .*one of added_tokens: \['(.*)'\]",
+        lambda found: {found[1]: found[2]},
+    ),
+    "field": ({"text_field": "words"}, r"fields: (\w+)", lambda found: {"text_field": found[1]}),
+    "condition": (
+        {"where": ("meta.tag=a",)},
+        r"fields: .*(day)",
+        lambda found: {"where": (f"{found[1]}=2020-01-03|2020-01-04",)},
+    ),
+    "values": (
+        {"where": ("meta.ok=yes",)},
+        "'(meta.ok)' is (true)",
+        lambda found: {"where": (f"{found[1]}={found[2]}",)},
+    ),
+    "recipe": (
+        {"max_length": 10**6, "output": "MADE"},
+        "must be (16777216).* for another, give a (new output)",
+        lambda found: {"output": "NEW"},
+    ),
+    "same": (
+        {"max_length": 10**6, "output": "MADE"},
+        "must be (16777216)",
+        lambda found: {"max_length": int(found[1])},
+    ),
+    "length": (
+        {"min_length": 9, "max_length": 8},
+        "min_length = (9)",
+        lambda found: {"max_length": int(found[1]) + 99},
+    ),
+    "ids": (
+        {"input": "PAIR", "tokenizer": None, "train_bpe": 300},
+        "give their tokenizer, --(tokenizer)",
+        lambda found: {"train_bpe": None, found[1]: "bytes"},
+    ),
+    "remote": ({"output": "gs://bucket/a"}, "must be a new local directory", lambda found: {"output": "NEW"}),
+}
+
+
+@pytest.mark.parametrize("case", ADVICE)
+def test_the_advice_of_every_message_works(tmp_path: Path, case: str):
+    bpe = json.loads(train_bpe(DOCUMENTS, 300).content)
+    no_end = json.loads(json.dumps(bpe).replace(END_TOKENS[0], "<|end|>"))
+    files = {
+        "UPPER": write(tmp_path / "upper.json", json.dumps(bpe | {"normalizer": {"type": "Lowercase"}}).encode()),
+        "NO_END": write(tmp_path / "no_end.json", json.dumps(no_end).encode()),
+        "PAIR": write_pair(tmp_path / "pair", [[[*text.encode()]] for text in DOCUMENTS]).with_suffix(".bin"),
+        "MADE": tmp_path / "made",
+        "NEW": tmp_path / "new",
+    }
+    lines = [json.dumps(content | {"text": content["text"].upper()}).encode() + b"\n" for content in RECORDS]
+    source = write(tmp_path / "in.jsonl", *lines)
+    prepare(config(source, tmp_path / "made"))
+    refused, pattern, advice = ADVICE[case]
+    plain = {"input": str(source), "output": str(tmp_path / "out"), "tokenizer": "bytes", "validation_fraction": 0.3}
+
+    def prepare_with(options: dict) -> None:
+        named = {
+            name: str(files.get(value, value)) if isinstance(value, str) else value for name, value in options.items()
+        }
+        prepare(PrepareConfig(**named | {"input": (named["input"],)}))
+
+    with pytest.raises(InputError, match=pattern) as caught:
+        prepare_with(plain | refused)
+    found = re.search(pattern, str(caught.value))
+    assert found
+    prepare_with(plain | refused | advice(found))
 
 
 def test_a_vocabulary_is_not_trained_on_ids(tmp_path: Path):

@@ -50,7 +50,7 @@ def evaluate_tasks(
 
     Workdirs of the same task must have different names.
     """
-    of_language = "last_tokens", "max_windows", "data", "split", "rotary", "protocol", "stride", "bos"
+    of_language = "last_tokens", "max_windows", "data", "split", "verify", "rotary", "protocol", "stride", "bos"
     options.refuse("language models", *of_language)
     models = read_models(TaskRunConfig, workdirs, options, mesh, "lengths", "num_sequences", "dropout")
     fields = ("evaluation.lengths", "evaluation.num_sequences", "evaluation.dropout", "train.train_length")

@@ -31,6 +31,7 @@ class Options:
         "Another text to score, in the form of --config.data.path: all documents of raw text; of a corpus, --split.",
     )
     split: str = flag("validation", "Documents of a corpus that are scored: train, validation or all.")
+    verify: bool = flag(False, "Check the digest of the text, even if its files are unchanged since the last check.")
     rotary: tuple[str, ...] = flag(
         ("rope",),
         "Variants of models with RoPE, one row of the table each: rope (as trained), pi, ntk, yarn. Other models are "

@@ -129,7 +129,7 @@ def evaluate(
     fields = ("evaluation.lengths", "evaluation.last_tokens", "evaluation.max_windows")
     require_same(models, *(["train.train_length"] if options.protocol == "delta" else []), *fields)
 
-    store, digests = common_text(models, options.data, options.split)
+    store, digests = common_text(models, options.data, options.split, options.verify)
     evaluation = models[0].run.evaluation
     longest, strided, bos = max(evaluation.lengths), list[StridedWindow](), first_token(models, options.bos)
     first = None if bos is None else store.tokenizer.id_of(bos)
@@ -218,7 +218,9 @@ def scored_as(protocol: Protocol, model: Model) -> Model:
     return dataclasses.replace(model, run=dataclasses.replace(model.run, evaluation=evaluation))
 
 
-def common_text(models: Sequence[Model], data: str | None, split: str = "validation") -> tuple[TokenStore, list[str]]:
+def common_text(
+    models: Sequence[Model], data: str | None, split: str = "validation", verify: bool = False
+) -> tuple[TokenStore, list[str]]:
     """Return the documents that all models are scored on, verified, and for each model the digest of its corpora.
 
     Imported models, which have no text, get that of the first trained one, with their own tokenizer.
@@ -244,7 +246,7 @@ def common_text(models: Sequence[Model], data: str | None, split: str = "validat
     stores = corpora[0].stores(split)
     allowed = f"must have documents in {texts[models[0].name]}; --split=all scores the documents of both splits"
     require(bool(stores), "split", split, allowed)
-    verify_stores(stores, full=False)
+    verify_stores(stores, verify)
     return joined(stores), [each.digest for each in corpora]
 
 

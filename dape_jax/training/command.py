@@ -28,6 +28,9 @@ class Settings:
     )
     num_processes: int | None = flag(None, "Number of processes of the run, given with --coordinator.")
     process_id: int | None = flag(None, "Index of this process, from 0, given with --coordinator.")
+    verify: bool = flag(
+        False, "Check the digest of the whole corpus, even if its files are unchanged since the last check."
+    )
     compilation_cache: str | None = flag(None, COMPILATION_CACHE)
     change: tuple[str, ...] = flag(
         (),
@@ -47,7 +50,7 @@ def main(settings: Settings) -> None:
     from dape_jax.training.loop import train
 
     join(settings.coordinator, settings.num_processes, settings.process_id)
-    train(flags.FLAGS.config, workdir, settings.change)
+    train(flags.FLAGS.config, workdir, settings.verify, settings.change)
 
 
 def command() -> None:

@@ -47,8 +47,10 @@ from dape_jax.training.weights import Start, read_start
 logger = logging.getLogger(__name__)
 
 
-def train(spec: dict[str, Any], workdir: epath.PathLike, change: tuple[str, ...] = ()) -> None:
+def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, change: tuple[str, ...] = ()) -> None:
     """Train the model described by `spec`: start, resume or return, depending on `workdir`.
+
+    With `verify`, the corpus is read and compared with its digest, even if it is unchanged since that was last done.
 
     `workdir` contains:
 
@@ -103,7 +105,7 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, change: tuple[str, ...]
     jax.eval_shape(lambda params: nnx.merge(graphdef, params).features(tokens, segment_ids=segment_ids), abstract)
 
     # ---- data
-    source = open_source(run, mesh)
+    source = open_source(run, mesh, verify)
     record["data_digest"] = source.digest
     require_same(data_digest=source.digest, saved_steps=step_names)
     if saved is not None:

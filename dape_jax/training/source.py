@@ -28,8 +28,8 @@ class Source:
     tokenizer: Tokenizer | None  # of the corpus; None for a task
 
 
-def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
-    """Open the training data of a run.
+def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh, verify: bool = False) -> Source:
+    """Open the training data of a run. With `verify`, a corpus is read and checked even if its files are unchanged.
 
     Raises:
         InputError: the corpus is missing, too short or damaged, or its vocabulary is larger than the model's.
@@ -46,7 +46,7 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
         data_digest, tokenizer = digest(run.data), None
     else:
         corpora = process_zero_first(lambda: load_corpora(run.data, lossy=run.init.source is not None))
-        process_zero_only(lambda: verify_stores(corpora.stores("all"), full=False))
+        process_zero_only(lambda: verify_stores(corpora.stores("all"), verify))
         train_stores, held_out = corpora.stores("train"), corpora.stores("validation")
         path = run.data.path or run.data.mixture
         require(len(train_stores) == len(corpora.train), "data.path", path, "must have documents to train on")
