@@ -70,6 +70,7 @@ def run(
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for text that the locale cannot represent
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # None if it was closed, as by `2>&-`
     sys.unraisablehook = _print_unraisable
     for each in settings:
         _define_flags(each)

@@ -203,6 +203,24 @@ def test_flags_come_from_the_fields_of_a_dataclass(tmp_path):
     assert "--workdir: Run directory." in help_text
 
 
+CLOSED = """
+from dape_jax import command_line
+from dape_jax.progress import Progress
+
+def main():
+    print(sum(Progress([1, 2, 3])), open("/dev/null").fileno() > 2)
+
+command_line.run(main)
+"""
+
+
+def test_a_closed_standard_error_changes_nothing():
+    """A file that is opened later must not get its number, to which libraries write."""
+    command = ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, CLOSED]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "6 True\n")
+
+
 PLATFORMS = {
     "cuda": r"its plugin is missing: pip install 'dape_jax\[cuda13\]' or pip install 'dape_jax\[cuda12\]'; or set .*",
     "tpu": r"its plugin is missing: pip install 'dape_jax\[tpu\]'; or set .*",

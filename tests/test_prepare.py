@@ -517,6 +517,22 @@ def test_windows_of_zstd_may_be_large(tmp_path: Path):
     assert sorted(texts(prepare(config(source, tmp_path / "out")).corpus)) == sorted(DOCUMENTS)
 
 
+def test_paths_and_text_in_the_c_locale(tmp_path: Path):
+    folder = os.fsencode(tmp_path) + b"/caf\xe9"
+    os.mkdir(folder)
+    for i in range(9):
+        write(Path(os.fsdecode(folder + b"/\xff%d.txt" % i)), f"naïve\ncafé {i}é\nnaïve".encode())
+    write(Path(os.fsdecode(folder + b"/\xfe.png")), b"\0")
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
+    more = (f"--document_separator={os.fsdecode('é'.encode())}\\n",)
+    printed, said = start(os.fsdecode(folder), tmp_path / "out", *more, env=environment).communicate()
+    assert (b"\xfe.png" in os.fsencode(rejected(tmp_path / "out")[0]["file"]), said.count("\n")) == (True, 1)
+    assert "na\\xefve" in printed
+    assert sorted(texts(open_corpus(tmp_path / "out"))) == sorted(
+        [f"naïve\ncafé {i}" for i in range(9)] + ["naïve"] * 9
+    )
+
+
 # bad records
 
 BAD_LINES = {

@@ -336,6 +336,16 @@ def test_a_path_in_which_orbax_would_lose_checkpoints_is_refused(workdir, tmp_pa
     assert read_as_an_evaluator(moved, "newest")[0] == 3
 
 
+def test_a_path_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match=r"^workdir = '.*': the path must be UTF-8"):
+        checkpoint.read_config(tmp_path / os.fsdecode(b"r\xfcn"))
+    assert checkpoint.read_config(tmp_path / "rün") is None
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    assert checkpoint.read_config(tmp_path) is None
+    with pytest.raises(InputError, match="set PYTHONUTF8=1"):
+        checkpoint.read_config(tmp_path / "rün")
+
+
 # ---- errors of the machine
 
 

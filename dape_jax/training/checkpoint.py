@@ -19,6 +19,7 @@ import operator
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -139,7 +140,12 @@ def require_space(workdir: epath.PathLike, state: TrainState | Params) -> None:
 def _directory(workdir: epath.PathLike) -> epath.Path:
     allowed = "must be local or gs://bucket/path: Orbax writes no checkpoints to s3"
     require(not str(workdir).startswith("s3://"), "workdir", str(workdir), allowed)
-    return absolute(workdir) / "checkpoints"
+    directory = absolute(workdir) / "checkpoints"
+    is_utf8 = str(directory).isascii() or sys.getfilesystemencoding() == "utf-8"
+    is_utf8 &= str(directory).encode(errors="ignore").decode() == str(directory)
+    allowed = "the path must be UTF-8, for TensorStore; in another locale, set PYTHONUTF8=1"
+    require(is_utf8, "workdir", str(workdir), allowed)
+    return directory
 
 
 def step_names(workdir: epath.PathLike) -> list[str]:

@@ -80,7 +80,8 @@ class PrepareConfig:
         if self.document_separator is None:
             return None
         escapes = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "\\": "\\"}
-        return re.sub(r"\\([nrtf\\])", lambda match: escapes[match[1]], self.document_separator).encode()
+        text = re.sub(r"\\([nrtf\\])", lambda match: escapes[match[1]], self.document_separator)
+        return text.encode("utf-8", "surrogateescape")  # as an argument is read in a locale that is not UTF-8
 
     @property
     def conditions(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
