@@ -31,11 +31,6 @@ class Chip:
     source: str  # document with these figures
     vmem_bytes: int | None = None  # VMEM of a core that a Pallas kernel may use; None for a GPU
 
-    @property
-    def is_tpu(self) -> bool:
-        """Return whether the chip is a TPU."""
-        return self.vmem_bytes is not None
-
 
 CHIPS = (
     Chip("v4", ("TPU v4",), 275e12, 32 * GIB, 1228e9, 300e9, f"{TPU_PAGES} v4", 15 * MIB),
