@@ -48,7 +48,7 @@ from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.errors import require
 from dape_jax.hardware import GIB, MIB
-from dape_jax.model.attention import Blockwise, Cuda, Dense, Fused, Implementation
+from dape_jax.model.attention import Blockwise, Dense, Fused, Implementation
 from dape_jax.model.processors import DapeConfig, PlainConfig
 from dape_jax.provenance import provenance
 from dape_jax.sharding import device_platform
@@ -61,8 +61,8 @@ Figures = dict[str, Any]
 Prepare = Callable[[], tuple[Figures, Callable[[], Figures]]]
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cuda": Cuda(),
-    "cuda-kerple": Cuda(),  # of a layer without processor
+    "cuda": Fused("cuda"),  # in the emulator without a GPU
+    "cuda-kerple": Fused("cuda"),  # of a layer without processor
     "fused": Fused("gpu"),
     "cudnn": Fused("gpu"),  # of a layer without bias and processor
     "blockwise": Blockwise(128, 4),
@@ -131,7 +131,7 @@ TINY = Plan(
     correct={"kerple": TINY_LAYER, "plain": plain(TINY_LAYER)},
     shapes=((24, 1),),
     torch_shapes=((24, 1),),
-    steps=(("dape1x3-kerple", 32, 8, "cuda"), ("kerple", 32, 8, "dense")),
+    steps=(("dape1x3-kerple", 32, 8, "blockwise"), ("kerple", 32, 8, "dense")),
     preset="small",
 )
 

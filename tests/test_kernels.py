@@ -35,7 +35,7 @@ from dape_jax.hardware import chip_of
 from dape_jax.kernels import KERNELS, attend_fused, cuda, gpu, tpu, why_not_fused
 from dape_jax.kernels.cuda import emulator
 from dape_jax.model import attention
-from dape_jax.model.attention import Auto, Blockwise, Dense, Fused, attend, attend_on_mesh
+from dape_jax.model.attention import Auto, Blockwise, Cuda, Dense, Fused, attend, attend_on_mesh
 from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
 from dape_jax.model.positions import Rope
@@ -448,6 +448,13 @@ def test_a_config_with_an_unsupported_kernel_is_refused():
     with pytest.raises(InputError, match=r"attention\.name = 'fused'.*'cpu'"):
         attention_of(read_model(spec), 64, "cpu")
     assert attention_of(read_model(spec), 64, "tpu", "TPU v5 lite") == Fused()
+    cuda = read_model(spec | {"attention": {"name": "cuda"}})
+    assert attention_of(cuda, 64, "gpu") == Cuda()
+    for platform in ("cpu", "tpu"):
+        with pytest.raises(InputError, match=rf"attention\.name = 'cuda'.*NVIDIA GPU, not the platform '{platform}'"):
+            attention_of(cuda, 64, platform)
+    with pytest.raises(NotImplementedError, match="NVIDIA GPU, not the platform 'cpu'"):
+        attend(*map(jnp.asarray, Case().arrays()[:3]), implementation="cuda")
     fire = read_model(spec | {"bias": {"name": "fire"}})
     with pytest.raises(InputError, match="Fire"):
         attention_of(fire, 64, "tpu", "TPU v5 lite")

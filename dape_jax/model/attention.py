@@ -394,6 +394,12 @@ class Cuda(Fused):
 
     platform: str | None = "cuda"
 
+    def attend_rows(self, q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask):
+        """See `Implementation`. Without a GPU, `Fused("cuda")` runs the kernels in the emulator."""
+        if device_platform() != "gpu":
+            raise NotImplementedError(f"the kernels in CUDA need an NVIDIA GPU, not the platform {device_platform()!r}")
+        return super().attend_rows(q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask)
+
 
 # Chosen from measurements and compiled programs: docs/kernel.md, "Blockwise attention".
 # TPU: one bucket, since compiling the loop of each takes about ten seconds; and 32 rows, so that a block's arrays stay

@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int
 
 from dape_jax.errors import InputError, one_of, positive, require
 from dape_jax.kernels import why_not_fused
-from dape_jax.model.attention import Auto, Fused, Implementation, attend_on_mesh
+from dape_jax.model.attention import Auto, Cuda, Fused, Implementation, attend_on_mesh
 from dape_jax.model.biases import Bias, BiasConfig, KerpleConfig
 from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.positions import NoRotary, Rope
@@ -664,7 +664,7 @@ def attention_of(
     `config.layer_kinds`.
 
     Raises:
-        InputError: the model uses `Fused`, and no kernel supports it.
+        InputError: the model uses `Fused` or `Cuda`, and no kernel supports it.
     """
     attention = config.attention
     if not isinstance(attention, Auto | Fused):
@@ -682,7 +682,10 @@ def attention_of(
     if isinstance(attention, Auto):
         return attention.choose(*args, **options, platform=platform)
     reason = why_not_fused(*args, **options, platform=attention.platform or platform)
-    require(reason is None, "model.attention.name", "fused", f"must be auto, blockwise or dense: {reason}")
+    if isinstance(attention, Cuda) and platform != "gpu":
+        reason = f"it needs an NVIDIA GPU, not the platform {platform!r}"
+    name = "cuda" if isinstance(attention, Cuda) else "fused"
+    require(reason is None, "model.attention.name", name, f"must be auto, blockwise or dense: {reason}")
     return attention
 
 
