@@ -23,15 +23,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 from tqdm import tqdm
 
 from benchmarks.measure import Row, check_names, table, write
 from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.errors import InputError
-from dape_jax.kernels.cuda import compiler
+from dape_jax.kernels.cuda import compiler, nvrtc
 from dape_jax.kernels.cuda.tiling import Tiling, tilings
 from dape_jax.kernels.tables import convolution_sizes
 from dape_jax.model.processors import DapeConfig
@@ -101,18 +99,19 @@ def clocks_a_pair(tiling: Tiling, code: bytes) -> float:
 def measure(architecture: str, case: tuple[int, int, int, int]) -> list[Row]:
     """Return a row for each kernel."""
     heads, head_dim, channels, width = case
-    q = jax.ShapeDtypeStruct((1, 2048, heads, head_dim), jnp.bfloat16)
     sizes = convolution_sizes(DapeConfig(width, channels) if channels else None)
     row = {"architecture": architecture, "heads": heads, "head_dim": head_dim, "channels": channels, "width": width}
     row |= {"kernel": "both", "tile": "-"}
     try:
-        found = tilings(q, q, sizes, row_stride=1, limit=compiler.SHARED_BYTES[ARCHITECTURES[architecture]])
+        limit = nvrtc.SHARED_BYTES[ARCHITECTURES[architecture]]
+        found = tilings((heads, heads, head_dim), "bfloat16", sizes, row_stride=1, limit=limit)
     except NotImplementedError as error:
         return [row | {"reason": str(error)}]
     rows = []
     for tiling in found:
         defines = tiling.defines() | {"SHARED_BYTES": tiling.shared_bytes}
-        code, log = compiler.compile_source(tiling.kernel, architecture, defines, ("--ptxas-options=-v",))
+        options = architecture, defines, ("--ptxas-options=-v",)
+        code, log = nvrtc.compile_source(compiler.SOURCES, tiling.kernel, *options)
         numbers = {name: int(re.findall(pattern, log)[0]) for name, pattern in PATTERNS.items()}
         tile = {"kernel": tiling.kernel, "tile": f"{tiling.rows} x {tiling.columns}, {tiling.warps} warps"}
         figures = {"shared_kib": tiling.shared_bytes / 1024, "clocks": clocks_a_pair(tiling, code)}

@@ -1,8 +1,9 @@
 """Fused operator on NVIDIA GPUs, in CUDA C++: two kernels for every shape, compiled at run time by NVRTC.
 
 In: queries, keys, values and an `Operator`. Out: attended values, and gradients of all inputs. Reading order: `tile.h`
-(what both kernels do with a tile), `forward.cu`, `backward.cu`; `compiler.py` compiles and launches them, `warp.h` has
-the instructions. `emulator.h` has the same instructions for a CPU, so that tests run the same source without a GPU.
+(what both kernels do with a tile), `forward.cu`, `backward.cu`; `nvrtc.py` compiles and `compiler.py` launches them,
+`warp.h` has the instructions. `emulator.h` has the same instructions for a CPU, so that tests run the same source
+without a GPU.
 
 Scores, hidden channels and the weights of the convolutions are float16 inside (finer than bfloat16, and centred as
 `tables.py` describes, so that they are small), sums are float32. Gradients of scores are float16 times a power of two:
@@ -51,10 +52,15 @@ def why_not(
         if (reason := compiler.why_not()) is not None:
             return reason
     try:
-        tilings(q_BTHK, k_BSGK, convolution_sizes(config), row_stride=row_stride, limit=compiler.shared_limit())
+        _tilings(q_BTHK, k_BSGK, convolution_sizes(config), row_stride)
     except NotImplementedError as error:
         return str(error)
     return None
+
+
+def _tilings(q: Any, k: Any, sizes: tuple[int, int, int], row_stride: int) -> tuple[Tiling, Tiling]:
+    heads = (q.shape[2], *k.shape[2:])
+    return tilings(heads, q.dtype.name, sizes, row_stride=row_stride, limit=compiler.shared_limit())
 
 
 def attend(
@@ -79,8 +85,7 @@ def attend(
     """
     del dtype
     sizes, head_dim = (operator.width, operator.pad, operator.knee_CN.shape[0]), q_BTHK.shape[3]
-    options = {"row_stride": row_stride, "limit": compiler.shared_limit()}
-    call = Call(*tilings(q_BTHK, k_BSGK, sizes, **options), window, head_dim**-0.5, bool(interpret))
+    call = Call(*_tilings(q_BTHK, k_BSGK, sizes, row_stride), window, head_dim**-0.5, bool(interpret))
     q, k, v = (jnp.pad(x, ((0, 0),) * 3 + ((0, -head_dim % 16),)) for x in (q_BTHK, k_BSGK, v_BSGK))
     channels = call.forward.channels - sizes[2]
     operator = operator._replace(

@@ -1,16 +1,10 @@
-"""Compile the kernels with NVRTC and launch them with jaxlib's custom call for Triton, which takes any PTX.
+"""Launch the kernels with jaxlib's custom call for Triton, which takes any PTX.
 
-In: a tiling, arrays and scalars. Out: arrays. `jax[cuda12]`, `jax[cuda13]` and PyTorch install NVRTC; nothing else is
-needed. PTX is kept in the user's cache directory, by its source, macros and architecture.
+In: a tiling, arrays and scalars. Out: arrays. `nvrtc.py` compiles.
 """
 
-import ctypes
 import functools
-import hashlib
 import importlib
-import os
-import sys
-import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -18,14 +12,14 @@ from typing import Any
 import jax
 from jax import Array
 
+from dape_jax.kernels.cuda.nvrtc import cached_code, nvrtc, shared_bytes
 from dape_jax.kernels.cuda.tiling import Tiling
 
-SOURCES = Path(__file__).parent
-HEADERS = ("warp.h", "tile.h")
+SOURCES = {
+    name: (Path(__file__).parent / name).read_text(encoding="utf-8")
+    for name in ("warp.h", "tile.h", "forward.cu", "backward.cu")
+}
 TARGET = "triton_kernel_call_ffi"
-# Bytes of shared memory that a block can have, by compute capability; the last is for others.
-SHARED_BYTES = {"8.0": 163 * 1024, "8.6": 99 * 1024, "8.7": 163 * 1024, "8.9": 99 * 1024, "9.0": 227 * 1024}
-SHARED_BYTES |= {"10.0": 227 * 1024, "10.3": 227 * 1024, "11.0": 227 * 1024, "12.0": 99 * 1024, "12.1": 99 * 1024}
 
 
 def capability() -> str:
@@ -35,7 +29,7 @@ def capability() -> str:
 
 def shared_limit() -> int:
     """Return the bytes of shared memory that a block can have."""
-    return SHARED_BYTES[capability()] if capability() in SHARED_BYTES else min(SHARED_BYTES.values())
+    return shared_bytes(capability())
 
 
 def why_not() -> str | None:
@@ -51,22 +45,6 @@ def why_not() -> str | None:
     return None
 
 
-@functools.cache
-def nvrtc() -> ctypes.CDLL:
-    """Load NVRTC: the wheel that JAX or PyTorch installs, or the system's.
-
-    Raises:
-        OSError: there is none.
-    """
-    wheels = (path for folder in sys.path for path in sorted(Path(folder).glob("nvidia/*/lib/libnvrtc.so.1*")))
-    for name in (*map(str, wheels), "libnvrtc.so.13", "libnvrtc.so.12", "/usr/local/cuda/lib64/libnvrtc.so"):
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            pass
-    raise OSError("NVRTC was not found; pip install nvidia-cuda-nvrtc")
-
-
 def _launcher() -> Any:
     """Return jaxlib's module that launches kernels.
 
@@ -79,57 +57,11 @@ def _launcher() -> Any:
     return launcher
 
 
-def compile_source(
-    kernel: str, architecture: str, defines: dict[str, int], options: tuple[str, ...] = ()
-) -> tuple[bytes, str]:
-    """Compile a kernel with NVRTC; return its code, PTX for "compute_90", machine code for "sm_90a", and the log.
-
-    Raises:
-        RuntimeError: the compiler's messages.
-    """
-    lib, log, code = nvrtc(), ctypes.c_size_t(), ctypes.c_size_t()
-    headers = [(SOURCES / name).read_bytes() for name in HEADERS]
-    program, strings = ctypes.c_void_p(), ctypes.c_char_p * len(HEADERS)
-    names = strings(*(name.encode() for name in HEADERS))
-    source = (SOURCES / f"{kernel}.cu").read_bytes()
-    lib.nvrtcCreateProgram(ctypes.byref(program), source, kernel.encode(), len(HEADERS), strings(*headers), names)
-    flags = [f"--gpu-architecture={architecture}", "--std=c++20", "--use_fast_math", "-default-device", *options]
-    flags += [f"-D{name}={value}" for name, value in defines.items()]
-    status = lib.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*(x.encode() for x in flags)))
-    lib.nvrtcGetProgramLogSize(program, ctypes.byref(log))
-    messages = ctypes.create_string_buffer(log.value)
-    lib.nvrtcGetProgramLog(program, messages)
-    if status:
-        raise RuntimeError(f"NVRTC cannot compile the {kernel} kernel: {messages.value.decode()}")
-    kind = "PTX" if architecture.startswith("compute") else "CUBIN"
-    getattr(lib, f"nvrtcGet{kind}Size")(program, ctypes.byref(code))
-    result = ctypes.create_string_buffer(code.value)
-    getattr(lib, f"nvrtcGet{kind}")(program, result)
-    lib.nvrtcDestroyProgram(ctypes.byref(program))
-    return result.raw.rstrip(b"\0") if kind == "PTX" else result.raw, messages.value.decode()
-
-
 @functools.cache
 def ptx_of(tiling: Tiling, architecture: str) -> str:
-    """Return the PTX of a kernel, from the cache or compiled."""
+    """Return the PTX of a kernel."""
     defines = tiling.defines() | {"SHARED_BYTES": tiling.shared_bytes}
-    sources = b"".join((SOURCES / name).read_bytes() for name in (*HEADERS, f"{tiling.kernel}.cu"))
-    key = hashlib.sha256(sources + f"{defines} {architecture}".encode()).hexdigest()
-    folder = (
-        Path(os.environ["XDG_CACHE_HOME"] if "XDG_CACHE_HOME" in os.environ else "~/.cache").expanduser() / "dape_jax"
-    )
-    path = folder / f"{key}.ptx"
-    if path.is_file():
-        return path.read_text()
-    ptx = compile_source(tiling.kernel, architecture, defines)[0].decode()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, delete=False) as file:
-            file.write(ptx)
-        Path(file.name).replace(path)
-    except OSError:
-        pass  # a cache that cannot be written is no fault
-    return ptx
+    return cached_code(SOURCES, tiling.kernel, architecture, defines).decode()
 
 
 def launch(

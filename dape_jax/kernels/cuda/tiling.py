@@ -6,9 +6,6 @@ In: shapes, and the shared memory of the GPU. Out: a `Tiling` of each kernel. Ne
 import dataclasses
 from typing import Any
 
-import jax
-from jax import Array
-
 # Rows and columns of a tile, and warps of a block: the first that fits.
 TILES = {
     "forward": ((32, 64, 8), (32, 32, 8), (16, 32, 8), (16, 16, 4)),
@@ -96,18 +93,13 @@ class Tiling:
 
 
 def tilings(
-    q_BTHK: jax.ShapeDtypeStruct | Array,
-    k_BSGK: jax.ShapeDtypeStruct | Array,
-    sizes: tuple[int, int, int],
-    *,
-    row_stride: int,
-    limit: int,
+    heads: tuple[int, int, int], dtype: str, sizes: tuple[int, int, int], *, row_stride: int, limit: int
 ) -> tuple[Tiling, Tiling]:
     """Return the tilings of the forward and the backward kernel.
 
     Args:
-        q_BTHK: queries, or their shape and dtype.
-        k_BSGK: keys.
+        heads: H, G and K.
+        dtype: of q, k and v.
         sizes: W, padding to the left, and C.
         row_stride: columns between neighbouring rows.
         limit: bytes of shared memory of a block.
@@ -115,18 +107,18 @@ def tilings(
     Raises:
         NotImplementedError: no tiling fits.
     """
-    (heads, head_dim), (width, pad, channels) = q_BTHK.shape[2:], sizes
-    sizes_of_all: dict[str, Any] = {"heads": heads, "groups": k_BSGK.shape[2], "head_dim": multiple(head_dim)}
+    (H, G, K), (width, pad, channels) = heads, sizes
+    sizes_of_all: dict[str, Any] = {"heads": H, "groups": G, "head_dim": multiple(K)}
     sizes_of_all |= {"channels": multiple(channels), "width": width, "pad": pad, "row_stride": row_stride}
     found = []
     for kernel, tiles in TILES.items():
-        options = [Tiling(kernel, *tile, **sizes_of_all, dtype=q_BTHK.dtype.name) for tile in tiles]
+        options = [Tiling(kernel, *tile, **sizes_of_all, dtype=dtype) for tile in tiles]
         options = [x for x in options if kernel == "backward" or x.accumulators <= MAX_ACCUMULATORS]
         if not options:
-            raise NotImplementedError(f"H = {heads} and K = {head_dim}: the output of 16 rows exceeds the registers")
+            raise NotImplementedError(f"H = {H} and K = {K}: the output of 16 rows exceeds the registers")
         fitting = [x for x in options if x.shared_bytes <= limit]
         if not fitting:
-            need, name = options[-1].shared_bytes, f"H = {heads}, K = {head_dim}, C = {channels}, W = {width}"
+            need, name = options[-1].shared_bytes, f"H = {H}, K = {K}, C = {channels}, W = {width}"
             raise NotImplementedError(f"{name}: the {kernel} kernel needs {need} bytes of shared memory, not {limit}")
         found.append(fitting[0])
     return found[0], found[1]
