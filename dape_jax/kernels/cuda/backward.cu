@@ -248,7 +248,9 @@ KERNEL __launch_bounds__(THREADS, 1) dape_backward(
     float grad_scale = *grad_scale_at;
     long number = ((long)batch * GRID_Y + BLOCK_Y) * GRID_X + row0 / R;
     int last_row = (row0 + R < num_rows ? row0 + R : num_rows) - 1, rows = (num_rows + R - 1) / R * R;
-    int low = position0 - window + 1, tile_low = low > 0 ? low / L : 0, tile_end = (first + STRIDE * last_row + 2 * AHEAD) / L + 1;
+    // Hidden columns from PAD before the first visible one have gradients, and a tile's begin AHEAD before it.
+    int low = position0 - window + 1 - PAD + AHEAD, tile_low = low > 0 ? low / L : 0;
+    int tile_end = (first + STRIDE * last_row + 2 * AHEAD) / L + 1;
     if (tile_end > width / L) tile_end = width / L;
     tile_low += BLOCK_Y * tiles_per_chunk;
     int tile_high = tile_low + tiles_per_chunk < tile_end ? tile_low + tiles_per_chunk : tile_end;
