@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import json
 import re
+import shutil
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,7 @@ from dape_jax.config import read_run, resolved
 from dape_jax.data.tokenizers import Bytes, save_tokenizer, train_bpe
 from dape_jax.errors import InputError
 from dape_jax.evaluation.trained import read_trained, restore
+from dape_jax.kernels.cuda import compiler
 from dape_jax.model.transformer import ENCODER, Params, model_structure
 from dape_jax.pretrained import export, load
 from dape_jax.pretrained.files import INDEX_FILE
@@ -145,6 +148,28 @@ def test_the_exported_model_is_that_of_the_run(name, exported, tmp_path):
     chex.assert_trees_all_equal(found_params, params)
     computed = {"attention": config.attention, "initializer": config.initializer}
     assert dataclasses.replace(back, **computed) == config
+
+
+def test_the_code_is_loaded_from_a_directory_the_hub_and_a_saved_model(exported, tmp_path):
+    """Each has the kernels' sources. The hub is its cache, as after a download."""
+    directory = exported("llama")[1]
+    commit, hub = "0123456789abcdef" * 2 + "01234567", tmp_path / "models--someone--model"
+    shutil.copytree(directory, hub / "snapshots" / commit)
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text(commit)
+    found = load_model(directory), load_model("someone/model", cache_dir=tmp_path, local_files_only=True)
+    found[0].save_pretrained(tmp_path / "saved")
+    logits = []
+    for model in (*found, load_model(tmp_path / "saved")):
+        code = sys.modules[type(model).__module__]
+        assert code.__name__.startswith("transformers_modules.")
+        assert code.why_not_cuda(*torch.zeros(3, 1, 20, 4, 8)) == "the tensors are on cpu"
+        launcher = sys.modules[code.why_not_in_cuda.__module__]
+        assert launcher.__name__ == code.__name__.replace("modeling_dape", "cuda_dape")
+        assert launcher.SOURCES == compiler.SOURCES
+        logits.append(model(torch.tensor(tokens())).logits)
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
 
 
 def test_sixteen_bits_in_several_files(exported, tmp_path, monkeypatch):

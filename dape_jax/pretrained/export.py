@@ -1,5 +1,6 @@
 """Conversion of a run to a Hugging Face checkpoint; `export_command.py` is its command line."""
 
+import inspect
 import json
 import math
 import shutil
@@ -20,12 +21,14 @@ from dape_jax.data.tokenizers import TOKENIZER_FILE, Bytes, Tokenizer, byte_toke
 from dape_jax.errors import require
 from dape_jax.evaluation.trained import TrainedModel, read_trained, restore
 from dape_jax.files import write_json
+from dape_jax.kernels.cuda import nvrtc, tiling
+from dape_jax.kernels.cuda.compiler import SOURCES
 from dape_jax.model.transformer import Params, flat_params, parameter_kind
 from dape_jax.pretrained.families import NOT_EXPORTED
 from dape_jax.pretrained.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from dape_jax.provenance import provenance
 
-MODELING_FILE = "modeling_dape.py"
+MODELING_FILE, LAUNCHER_FILE, KERNELS_FILE = "modeling_dape.py", "cuda_dape.py", "cuda_kernels.py"
 DTYPES = ("float32", "bfloat16", "float16")
 # Values of fields of the `model` section that modeling_dape.py has; it cannot be imported without PyTorch.
 EXPORTED: dict[tuple[str, ...], tuple[Any, ...]] = {
@@ -36,6 +39,9 @@ EXPORTED: dict[tuple[str, ...], tuple[Any, ...]] = {
     ("processor", "edge"): ("prefix",),
     ("processor", "leak"): (False,),
 }
+KERNELS_DOC = (
+    "CUDA kernels of DAPE, and their compiler and tiles: parts of `dape_jax.kernels.cuda`, written by dape-export."
+)
 _FILE_BYTES = 5 * 10**9  # maximum bytes of tensors in one file
 
 
@@ -75,11 +81,23 @@ def export_run(workdir: epath.PathLike, output: Path, *, step: str = "newest", d
         names = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache")
         write_json(temporary / "generation_config.json", {name: config[name] for name in names})
         write_tokenizer(tokenizer, conventions, temporary)
-        shutil.copy(Path(__file__).with_name(MODELING_FILE), temporary)
+        write_code(temporary)
         (temporary / "README.md").write_text(model_card(trained), encoding="utf-8")
         temporary.rename(output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_code(directory: Path) -> None:
+    """Write the PyTorch model and its CUDA kernels, which need nothing of this package.
+
+    The kernels' sources are strings of a Python file, because transformers copies only Python files to its cache.
+    """
+    for name in (MODELING_FILE, LAUNCHER_FILE):
+        shutil.copy(Path(__file__).with_name(name), directory)
+    sources = "".join(f"SOURCES[{name!r}] = r'''{text}'''\n" for name, text in SOURCES.items())
+    parts = (f'"""{KERNELS_DOC}"""', inspect.getsource(tiling), inspect.getsource(nvrtc), f"SOURCES = {{}}\n{sources}")
+    (directory / KERNELS_FILE).write_text("\n\n".join(parts), encoding="utf-8")
 
 
 def hf_config(trained: TrainedModel, tokenizer: Tokenizer, conventions: Conventions, dtype: str) -> dict[str, Any]:

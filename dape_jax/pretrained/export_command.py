@@ -2,8 +2,8 @@
 
     dape-export --workdir=runs/dape --output=exported
 
-In: a run directory. Out: `config.json`, `*.safetensors`, `modeling_dape.py`, and the tokenizer. Next:
-`modeling_dape.py`, which loads the checkpoint:
+In: a run directory. Out: `config.json`, `*.safetensors`, `modeling_dape.py` with its CUDA kernels, and the tokenizer.
+Next: `modeling_dape.py`, which loads the checkpoint:
 
     model = AutoModelForCausalLM.from_pretrained("exported", trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained("exported")

@@ -20,6 +20,7 @@ biases and rotary embeddings see each class.
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Collection
 from typing import Any
@@ -33,6 +34,11 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
+try:
+    from .cuda_dape import attend as attend_in_cuda
+    from .cuda_dape import why_not as why_not_in_cuda
+except ImportError:  # this file alone, or not in a package
+    attend_in_cuda = why_not_in_cuda = None
 SLOPE = 0.01  # negative slope of the LeakyReLU
 BLOCK_BYTES = 2**27  # maximum size of the scores of one block of rows
 ACTIVATIONS = {
@@ -200,6 +206,8 @@ def rotate(x_BTHK: Tensor, pos_BT: Tensor, rotary: dict[str, Any]) -> Tensor:
 class Bias(nn.Module):
     """Base class of biases: a term that is added to the scores and is an input of DAPE."""
 
+    is_of_distance = False  # and of nothing else: the CUDA kernels tabulate it
+
     def forward(self, q_pos_BT: Tensor, k_pos_BS: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the bias [B, H, T, S]; B is 1 if it is the same for all sequences."""
         distance_BTS = (q_pos_BT[:, :, None] - k_pos_BS[:, None, :]).clamp(min=0)
@@ -224,6 +232,8 @@ class Alibi(Bias):
     Source: Press et al. 2022, section 3, and their released code.
     """
 
+    is_of_distance = True
+
     def __init__(self, num_heads: int, head_dim: int = 0):
         super().__init__()
         power = 2 ** math.floor(math.log2(num_heads))
@@ -241,6 +251,8 @@ class Kerple(Bias):
     Source: Chi et al. 2022, equation 4.
     """
 
+    is_of_distance = True
+
     def __init__(self, num_heads: int, head_dim: int = 0):
         super().__init__()
         self.p_H = nn.Parameter(2 * torch.rand(num_heads))
@@ -257,6 +269,8 @@ class T5(Bias):
 
     Source: Raffel et al. 2020, section 2.1, with the official DAPE code's scale.
     """
+
+    is_of_distance = True
 
     def __init__(self, num_heads: int, head_dim: int, num_buckets: int = 32, max_distance: int = 128):
         super().__init__()
@@ -454,6 +468,7 @@ def attend(
     """Attend query rows, the last positions of the keys: softmax(processor(Q K^T / sqrt(K), bias, causal mask)) V.
 
     Rows are processed in blocks, which are recomputed in the backward pass, so that memory grows with block_size x S.
+    On NVIDIA GPUs, CUDA kernels run instead unless `why_not_cuda` has a reason against it; a log line says which.
 
     Args:
         q_BTHK: queries, already rotated if the model uses rotary embedding.
@@ -479,6 +494,12 @@ def attend(
     _require(num_rows <= num_keys, "rows of q", num_rows, f"must be at most the {num_keys} keys")
     for name, value in (("window", window), ("block_size", block_size)):
         _require(value is None or value > 0, name, value, "must be 1 or more, or None")
+    if not torch.compiler.is_compiling():
+        arrays, options = (q_BTHK, k_BSGK, v_BSGK), {"bias": bias, "processor": processor}
+        reason = why_not_cuda(*arrays, k_pos_BS, **options, cap=cap, block_size=block_size)
+        log_once(f"attention: {'CUDA kernels' if reason is None else f'PyTorch, {reason}'}")
+        if reason is None and attend_in_cuda is not None:
+            return attend_in_cuda(*arrays, **options, window=window)
     pos_BS = torch.atleast_2d(torch.arange(num_keys, device=q_BTHK.device) if k_pos_BS is None else k_pos_BS)
     num_past = num_keys - num_rows
     size = max(1, BLOCK_BYTES // (4 * batch * heads * num_keys)) if block_size is None else block_size
@@ -498,6 +519,36 @@ def attend(
     # The largest block first, so that the allocator reuses its memory.
     blocks = [of_block(start) for start in reversed(range(0, num_rows, size))]
     return torch.cat(blocks[::-1], dim=1)
+
+
+def why_not_cuda(
+    q_BTHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    k_pos_BS: Tensor | None = None,
+    *,
+    bias: Bias | None = None,
+    processor: Dape | None = None,
+    cap: float | None = None,
+    block_size: int | None = None,
+) -> str | None:
+    """Return why the CUDA kernels cannot compute a call of `attend`, or None if they can."""
+    if why_not_in_cuda is None:
+        return "cuda_dape.py is not in the same package"
+    for name, value in (("k_pos_BS", k_pos_BS), ("cap", cap), ("block_size", block_size)):
+        if value is not None:
+            return f"{name} is given"
+    if bias is not None and not bias.is_of_distance:
+        return f"{type(bias).__name__} is not a function of the distance"
+    if processor is not None and (type(processor) is not Dape or processor.has_bias != (bias is not None)):
+        return "the processor is not Dape for this bias"
+    return why_not_in_cuda(q_BTHK, k_BSGK, v_BSGK, processor)
+
+
+@functools.cache
+def log_once(text: str) -> None:
+    """Log a line at its first call."""
+    logging.getLogger(__name__).info(text)
 
 
 def _attend_rows(
@@ -619,6 +670,7 @@ class SelfAttention(nn.Module):
         shared_bias: Bias | None,
         cache: Cache | None,
         segments: Collection[Tensor] | None = None,
+        is_padded: bool = False,
     ) -> Tensor:
         """Attend to the visible positions of `x_BTD` and of the cache, to which its keys and values are appended.
 
@@ -628,6 +680,7 @@ class SelfAttention(nn.Module):
             shared_bias: bias shared by all layers, or None if this layer has its own bias or no bias.
             cache: keys and values of earlier positions, or None.
             segments: packed sequences, which do not see each other, as by `segments_of`; None for one in each row.
+            is_padded: whether the positions of a sequence begin with padding.
         """
         q_BTHK = project("BTD,DHK->BTHK", x_BTD, self.query_DHK, self.query_bias_HK)
         k_BSGK = project("BTD,DHK->BTHK", x_BTD, self.key_DGK, self.key_bias_GK)
@@ -646,7 +699,7 @@ class SelfAttention(nn.Module):
         bias = shared_bias if self.bias is None else self.bias
         options = {"bias": bias, "processor": self.processor, "window": self.window, "cap": self.cap}
         if segments is None:
-            out_BTHK = attend(q_BTHK, k_BSGK, v_BSGK, pos_BS, **options)
+            out_BTHK = attend(q_BTHK, k_BSGK, v_BSGK, pos_BS if is_padded else None, **options)
         else:
             out_BTHK = attend_packed(q_BTHK, k_BSGK, v_BSGK, segments, **options)
         return project("BTHK,HKD->BTD", out_BTHK, self.output_HKD, self.output_bias_D)
@@ -800,8 +853,10 @@ class DapeModel(PreTrainedModel):
         num_past = 0 if cache is None else int(cache.get_seq_length())
         pos_BS = torch.arange(num_past + length, device=device)[None]
         is_padding_BT = torch.zeros(batch, length, dtype=torch.bool, device=device)
+        is_padded = False
         if attention_mask is not None:
-            pos_BS = pos_BS - num_left(attention_mask, (batch, pos_BS.shape[1]))
+            left = num_left(attention_mask, (batch, pos_BS.shape[1]))
+            pos_BS, is_padded = pos_BS - left, isinstance(left, Tensor)
             is_padding_BT = attention_mask[:, num_past:] == 0
         segments = None
         if position_ids is not None:
@@ -834,7 +889,7 @@ class DapeModel(PreTrainedModel):
         for block in self.layers:
             if output_hidden_states:
                 hidden_states.append(x_BTD)
-            args = x_BTD, pos_BS, self.shared_bias, cache, segments
+            args = x_BTD, pos_BS, self.shared_bias, cache, segments, is_padded
             x_BTD = checkpoint(block, *args, use_reentrant=False) if is_checkpointed else block(*args)
         x_BTD = x_BTD if self.norm is None else self.norm(x_BTD)
         found = (*hidden_states, x_BTD) if output_hidden_states else None
@@ -961,7 +1016,7 @@ def segments_of(pos_BT: Tensor) -> list[Tensor]:
 
 
 def num_left(attention_mask: Tensor, shape: tuple[int, int]) -> Tensor | int:
-    """Return the number of padded tokens to the left of each sequence, [B, 1], or 0 if there is no padding.
+    """Return the number of padded tokens to the left of each sequence, [B, 1], or 0 if there is no such padding.
 
     Positions are counted from the first token that is not padding; no query sees the negative ones to the left:
 
@@ -979,4 +1034,5 @@ def num_left(attention_mask: Tensor, shape: tuple[int, int]) -> Tensor | int:
     num_ends = (is_token_BS[:, :-1] & ~is_token_BS[:, 1:]).sum(-1) + is_token_BS[:, -1]
     if (num_ends > 1).any():
         raise ValueError("attention_mask: must have no zeros between ones; pad to the left to generate")
-    return (is_token_BS.cumsum(-1) == 0).sum(-1, keepdim=True)
+    left_B1 = (is_token_BS.cumsum(-1) == 0).sum(-1, keepdim=True)
+    return left_B1 if left_B1.any() else 0
