@@ -14,7 +14,7 @@ import torch
 from test_gpu_kernel import cuda_aot  # noqa: F401  # a fixture
 from test_kernels import HAS_COMPILER
 
-from dape_jax.kernels.cuda import emulator
+from dape_jax.kernels.cuda import emulator, tiling
 from dape_jax.pretrained import cuda_dape, export, modeling_dape
 
 pytestmark = [pytest.mark.hf, pytest.mark.extra]
@@ -70,7 +70,7 @@ def test_values_and_gradients_are_those_of_pytorch(case, is_small, emulated, mon
     """Compare in float32; if `is_small`, in chunks of few keys and in blocks of few rows."""
     sizes, processor, window = CASES[case]
     if is_small:
-        monkeypatch.setattr(cuda_dape, "LEAST_TILES", {"forward": 1, "backward": 1})
+        monkeypatch.setattr(tiling, "LEAST_TILES", {"forward": 1, "backward": 1})
         monkeypatch.setattr(cuda_dape, "BLOCK_BYTES", 1)
     arrays, options = make_layer(*sizes, **processor)
     named = dict(zip("qkv", arrays, strict=True)) | dict(torch.nn.ModuleDict(options).named_parameters())
@@ -96,13 +96,13 @@ def test_values_and_gradients_are_those_of_pytorch(case, is_small, emulated, mon
 
 
 @HAS_COMPILER
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits(dtype, emulated):
-    """Under autocast too. Gradients of a large loss do not exceed float16 inside."""
+@pytest.mark.parametrize(("dtype", "small"), [(torch.bfloat16, 2.0**-40), (torch.float16, 2.0**-8)])
+def test_sixteen_bits(dtype, small, emulated):
+    """Under autocast too. A small loss loses no more: gradients are scaled inside."""
     arrays, options = make_layer(*CASES["kerple"][0], **CASES["kerple"][1])
     parameters = [*torch.nn.ModuleDict(options).parameters()][:-1]  # without the bias of Conv2
     weight, results = torch.randn_like(arrays[0]), []
-    for kind, block_size, scale in ((torch.float32, 64, 1), (dtype, None, 1), (dtype, None, 2.0**8)):
+    for kind, block_size, scale in ((torch.float32, 64, 1), (dtype, None, 1), (dtype, None, small)):
         inputs = [x.to(dtype).to(kind).requires_grad_() for x in arrays]
         with torch.autocast("cpu", torch.bfloat16):
             out = modeling_dape.attend(*inputs, **options, block_size=block_size)

@@ -183,7 +183,7 @@ def run_emulated(case: Case, patch: pytest.MonkeyPatch, tile: int, seed: int, dt
     """Return values and all gradients with the tiles from `tile` on; `scale` multiplies the gradient of the output."""
     for name, tiles in TILES.items():
         patch.setitem(tiling.TILES, name, tiles[min(tile, len(tiles) - 1) :])
-    patch.setattr(cuda, "LEAST_TILES", {"forward": 1, "backward": 2})
+    patch.setattr(tiling, "LEAST_TILES", {"forward": 1, "backward": 2})
     patch.setattr(emulator, "SEED", seed)
     both, params = case.run(CUDA)
     q, k, v, dout = case.arrays(dtype)

@@ -32,8 +32,8 @@ from benchmarks import tpu as benchmark
 from dape_jax.config import read_model
 from dape_jax.errors import InputError
 from dape_jax.hardware import chip_of
-from dape_jax.kernels import KERNELS, attend_fused, cuda, gpu, tpu, why_not_fused
-from dape_jax.kernels.cuda import emulator
+from dape_jax.kernels import KERNELS, attend_fused, gpu, tpu, why_not_fused
+from dape_jax.kernels.cuda import emulator, tiling
 from dape_jax.model import attention
 from dape_jax.model.attention import Auto, Blockwise, Cuda, Dense, Fused, attend, attend_on_mesh
 from dape_jax.model.biases import BIASES
@@ -168,7 +168,7 @@ def compiled(case: Case, implementation: str):
         patch.setattr(gpu, "rows_in_block", lambda *_: 16)
         for name, value in {"BAND_WIDTH": 16, "NUM_RUNS": 2, "MAX_UNROLLED": 1500}.items():
             patch.setattr(gpu, name, value)
-        patch.setattr(cuda, "LEAST_TILES", {"forward": 2, "backward": 2})
+        patch.setattr(tiling, "LEAST_TILES", {"forward": 2, "backward": 2})
         program = both.lower(params, *case.arrays(), *case.positions()).compile()
     return functools.partial(program, params)
 

@@ -24,8 +24,6 @@ from .cuda_kernels import SOURCES, Tiling, cached_code, multiple, nvrtc, shared_
 SLOPE = 0.01  # negative slope of the LeakyReLU
 LOG2E = math.log2(math.e)
 MIN_ROWS = 16  # with fewer, as in generation, PyTorch computes no more than the tables
-MULTIPROCESSORS = 132  # of an H100; with fewer blocks of rows than two for each, a block has a chunk of the keys
-LEAST_TILES = {"forward": 4, "backward": 8}  # of a chunk
 MAX_KNEE = 6e4  # in float16
 MAX_GRADIENT = 2.0**14  # bound of gradients in float16
 BLOCK_BYTES = 512 * 2**20  # of P and dS in the backward pass
@@ -258,14 +256,6 @@ def operands(t: Tiling, first: int, operator: Sequence[Tensor]) -> list[Tensor]:
     return [*(x.contiguous() for x in found), first_column]
 
 
-def chunks_of(t: Tiling, blocks: int, num_keys: int) -> tuple[int, int]:
-    """Return the number of chunks of the keys, and tiles in each: several if there are few blocks of rows."""
-    tiles = -(-num_keys // t.columns)
-    wanted = -(-3 * MULTIPROCESSORS // blocks) if blocks < 2 * MULTIPROCESSORS else 1
-    size = min(max(LEAST_TILES[t.kernel], -(-tiles // wanted)), tiles)
-    return -(-tiles // size), size
-
-
 class Attention(torch.autograd.Function):
     """Attention of the last rows by the kernels.
 
@@ -278,7 +268,7 @@ class Attention(torch.autograd.Function):
         """Return attended values; keep the logarithms of the sums of exponentials in base 2."""
         t, (batch, num_rows, heads, _), num_keys = call.forward, q.shape, k.shape[1]
         blocks = -(-num_rows // t.rows)
-        chunks, per_chunk = chunks_of(t, blocks * batch, num_keys)
+        chunks, per_chunk = t.chunks(blocks * batch, num_keys)
         empty = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
         out, lse = torch.empty_like(q), empty(batch, num_rows, heads)
         if chunks > 1:
@@ -352,7 +342,7 @@ def gradients(call: Call, inputs: Sequence[Tensor], of_rows: Sequence[Tensor], s
     t, (batch, num_rows, heads, _), (num_keys, groups) = call.backward, q.shape, k.shape[1:3]
     C, W, ahead, num_distances = t.channels, t.width, t.ahead, len(operator[3])
     blocks, padded = -(-num_rows // t.rows), num_keys + 2 * ahead
-    chunks, per_chunk = chunks_of(t, blocks * batch, padded)
+    chunks, per_chunk = t.chunks(blocks * batch, padded)
     padded = multiple(padded, t.columns)
     grid, zeros = (blocks, chunks, batch), functools.partial(torch.zeros, device=q.device)
     probs, d_scores = zeros(2, batch, heads, blocks * t.rows, padded, dtype=q.dtype)

@@ -30,8 +30,6 @@ from dape_jax.model.scores import Mask, causal_runs
 from dape_jax.sharding import device_platform, full_precision, vary_alike
 
 LOG2E = math.log2(math.e)
-MULTIPROCESSORS = 132  # of an H100; with fewer blocks of rows than two for each, a block has a chunk of the keys
-LEAST_TILES = {"forward": 4, "backward": 8}  # of a chunk
 MAX_KNEE = 6e4  # in float16; the branch of LeakyReLU is decided long before
 MAX_GRADIENT = 2.0**14  # bound of gradients in float16
 BLOCK_BYTES = 512 * 2**20  # of P and dS in the backward pass
@@ -125,13 +123,6 @@ class Call:
             return emulator.launch(tiling, grid, out, arrays, ints, scale)
         return compiler.launch(tiling, grid, out, arrays, ints, scale)
 
-    def chunks(self, tiling: Tiling, blocks: int, num_keys: int) -> tuple[int, int]:
-        """Return the number of chunks of the keys, and tiles in each: several if there are few blocks of rows."""
-        tiles = -(-num_keys // tiling.columns)
-        wanted = -(-3 * MULTIPROCESSORS // blocks) if blocks < 2 * MULTIPROCESSORS else 1
-        size = min(max(LEAST_TILES[tiling.kernel], -(-tiles // wanted)), tiles)
-        return -(-tiles // size), size
-
     @property
     def reach(self) -> int:
         """Return the window as the kernels take it."""
@@ -197,7 +188,7 @@ def _run_forward(call: Call, q: Array, k: Array, v: Array, first: Array, operato
     t, (batch, num_rows, heads, _), num_keys = call.forward, q.shape, k.shape[1]
     weights, _, tables = operands(t, operator)
     blocks = -(-num_rows // t.rows)
-    chunks, per_chunk = call.chunks(t, blocks * batch, num_keys)
+    chunks, per_chunk = t.chunks(blocks * batch, num_keys)
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     if chunks == 1:
         out = [jax.ShapeDtypeStruct(q.shape, q.dtype), shape((batch, num_rows, heads))]
@@ -304,7 +295,7 @@ def _gradients_of_rows(call, q, k, v, dout, lse, delta, first, operator, grad_sc
     _, weights, tables = operands(t, operator)
     num_distances = operator.added_HN.shape[1]
     blocks, padded = num_rows // t.rows, num_keys + 2 * ahead
-    chunks, per_chunk = call.chunks(t, blocks * batch, padded)
+    chunks, per_chunk = t.chunks(blocks * batch, padded)
     padded = multiple(padded, t.columns)
     grid, square = (blocks, chunks, batch), jax.ShapeDtypeStruct((batch, heads, num_rows, padded), q.dtype)
     num_parts, entries = math.prod(grid), padded + 2 * t.row_stride * t.rows + t.columns

@@ -11,6 +11,8 @@ TILES = {
     "forward": ((32, 64, 8), (32, 32, 8), (16, 32, 8), (16, 16, 4)),
     "backward": ((32, 32, 8), (16, 32, 8), (16, 16, 4)),
 }
+MULTIPROCESSORS = 132  # of an H100; with fewer blocks of rows than two for each, a block has a chunk of the keys
+LEAST_TILES = {"forward": 4, "backward": 8}  # of a chunk
 MAX_ACCUMULATORS = 160  # registers of a thread for the output
 
 
@@ -77,6 +79,13 @@ class Tiling:
         hidden, signs = 2 * R * (L * C + 8), 4 * R // 16 * (L + W - 1) * 32
         sums = 4 * (2 * R * S + (reach + L) * (C + S))
         return shared + S // 8 * plane + hidden + signs + 128 * max(1, 4 * fragments) + sums
+
+    def chunks(self, blocks: int, num_keys: int) -> tuple[int, int]:
+        """Return the number of chunks of the keys, and tiles in each: several if there are few blocks of rows."""
+        tiles = -(-num_keys // self.columns)
+        wanted = -(-3 * MULTIPROCESSORS // blocks) if blocks < 2 * MULTIPROCESSORS else 1
+        size = min(max(LEAST_TILES[self.kernel], -(-tiles // wanted)), tiles)
+        return -(-tiles // size), size
 
     def defines(self) -> dict[str, int]:
         """Return the macros of the source."""
