@@ -37,6 +37,7 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 try:
     from .cuda_dape import attend as attend_in_cuda
     from .cuda_dape import why_not as why_not_in_cuda
+    from .cuda_kernels import SOURCES  # noqa: F401  # older transformers copy only files that this one imports itself
 except ImportError:  # this file alone, or not in a package
     attend_in_cuda = why_not_in_cuda = None
 SLOPE = 0.01  # negative slope of the LeakyReLU
