@@ -161,6 +161,8 @@ def test_devices_that_the_kernels_need(monkeypatch):
 
     monkeypatch.setattr(cuda_dape, "nvrtc", lambda: None)
     monkeypatch.setattr(cuda_dape, "driver", lambda: None)
+    assert "DAPE_CUDA_KERNELS" in ask()
+    monkeypatch.setenv("DAPE_CUDA_KERNELS", "1")
     assert ask() is ask(torch.float16, found="12.0") is None
     assert ask(torch.float32) == "the dtype is float32, not bfloat16 or float16"
     assert ask(found="7.5") == ask(version=None) == "the GPU is not NVIDIA's with compute capability 8.0 or more"

@@ -175,7 +175,8 @@ def compiled(case: Case, implementation: str):
 
 CASES = {
     "kerple3": Case(groups=1, heads=2, batch=2, length=136, first=100),  # two blocks of rows, two tiles
-    "alibi-causal4": Case("alibi", width=4, alignment="causal", length=70, window=40, phases=2),
+    # A tile of 32 columns begins in the window of row 64, and hidden columns to its left count.
+    "alibi-causal4": Case("alibi", width=4, alignment="causal", length=70, window=33, phases=2),
 }
 MORE = {
     "t5-5": Case("t5", width=5, channels=32, length=140),

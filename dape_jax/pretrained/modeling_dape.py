@@ -469,7 +469,8 @@ def attend(
     """Attend query rows, the last positions of the keys: softmax(processor(Q K^T / sqrt(K), bias, causal mask)) V.
 
     Rows are processed in blocks, which are recomputed in the backward pass, so that memory grows with block_size x S.
-    On NVIDIA GPUs, CUDA kernels run instead unless `why_not_cuda` has a reason against it; a log line says which.
+    With DAPE_CUDA_KERNELS=1 CUDA kernels run instead on NVIDIA GPUs, unless `why_not_cuda` has a reason; a log line
+    says which.
 
     Args:
         q_BTHK: queries, already rotated if the model uses rotary embedding.
