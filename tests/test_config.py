@@ -102,6 +102,11 @@ def test_any_config_is_accepted_or_refused_in_one_line_for_each_mistake(data):
     assert all(0 < len(line) < 8000 and "\n" not in line for line in lines)
 
 
+def test_a_huge_number_is_checked_without_memory_for_it():
+    sizes = {"width": 64, "num_heads": 4, "vocab_size": 257}
+    assert TransformerConfig(num_layers=10**15, alternate_layers=(10**14,), alternate_window=8, **sizes).layer_kinds
+
+
 def test_fields_that_may_change_on_resume_change_no_parameter():
     same = {"model.num_layers", "model.dtype", "data.seed", "optimizer.beta1", "train.seed", "train.batch_size"}
     assert not same & set(RESUMABLE_FIELDS)

@@ -162,7 +162,7 @@ class TransformerConfig:
             object.__setattr__(self, "dtype", "float32" if jax.default_backend() == "cpu" else "bfloat16")
         one_of(self, "model", dtype=DTYPES)
         layers, has_alternate = self.alternate_layers, (self.alternate_window, self.alternate_rotary) != (None, None)
-        are_layers = list(layers) == sorted(set(layers) & set(range(self.num_layers)))
+        are_layers = list(layers) == sorted(set(layers)) and all(0 <= layer < self.num_layers for layer in layers)
         can_tie = not self.tied_embeddings or self.num_outputs == self.vocab_size
         has_dtype = self.dtype != "float64" or jax.config.read("jax_enable_x64")
         for field, is_right, allowed in (

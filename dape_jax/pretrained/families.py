@@ -542,7 +542,7 @@ def _olmo(fields: Fields) -> Family:
 
 def _smollm3(fields: Fields) -> Family:
     """Map SmolLM3: no rotary embedding in every fourth layer, which may have a window."""
-    num_layers, interval = fields.take("num_hidden_layers", int), fields.take("no_rope_layer_interval", int, 4)
+    num_layers, interval = _num_layers(fields), fields.take("no_rope_layer_interval", int, 4)
     fields.check(interval > 0, "no_rope_layer_interval", "must be positive")
     has_rope = fields.optional("no_rope_layers", list)
     if has_rope is None:
@@ -588,12 +588,19 @@ def _qwen_windows(fields: Fields) -> dict[str, Any]:
     return _windows(fields, window, lambda layer: window is not None and layer >= first)
 
 
+def _num_layers(fields: Fields) -> int:
+    """Return the number of layers, of which lists are made before the tensors are seen."""
+    num_layers = fields.take("num_hidden_layers", int)
+    fields.check(0 < num_layers < 10_000, "num_hidden_layers", "must be positive and below 10,000")
+    return num_layers
+
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def _windows(fields: Fields, window: int | None, has_window: Callable[[int], bool]) -> dict[str, Any]:
     """Return the options for `layer_types`; without this field, `has_window` says which layers have the window."""
-    num_layers = fields.take("num_hidden_layers", int)
+    num_layers = _num_layers(fields)
     types = fields.optional("layer_types", list)
     if types is None:
         types = [SLIDING if has_window(layer) else FULL for layer in range(num_layers)]
