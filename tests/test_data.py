@@ -613,6 +613,7 @@ def test_a_mixture_has_the_shares_of_its_weights_and_each_text_its_epochs(parts:
     assert longest_share <= 4  # the texts alternate
 
 
+@pytest.mark.extra
 @quick
 @given(st.integers(0, 30), st.integers(1, 10), st.sampled_from([(1, 1), (4, 4), (8, 4), (2, 6)]), st.integers(1, 2))
 def test_a_mixture_resumes_exactly_with_another_batch_size_and_number_of_processes(

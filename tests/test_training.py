@@ -165,6 +165,7 @@ def test_what_may_change_on_resume(root, run):
         assert "resumes with" not in str(error.value)
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize(
     ("whole", "first"),
     [
@@ -190,6 +191,7 @@ def test_a_run_that_is_extended_is_bitwise_the_longer_run(root, tmp_path, whole,
     assert "train.num_steps: saved 2, now 4" in changed[0]["fields"]
 
 
+@pytest.mark.extra
 def test_the_batch_size_changes_if_it_is_named(root, run, caplog):
     """Checkpoints come by time; the step is compiled once, before its first call."""
     fields = {"train__batch_size": 16, "train__num_steps": 6, "train__checkpoint_seconds": 1e-9}
@@ -404,6 +406,7 @@ def test_a_run_on_a_mixture_resumes_bitwise_and_logs_the_loss_of_each_text(root,
     assert json.loads((tmp_path / "parts/config.json").read_text())["config"]["data"]["path"] is None
 
 
+@pytest.mark.extra
 def test_a_run_with_a_text_for_validation_is_evaluated_on_it(root, tmp_path):
     other = tiny.write_text(tmp_path / "other")
     (other / "more.txt").write_text("more of it " * 30)

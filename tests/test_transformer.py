@@ -493,6 +493,7 @@ BAD = [
 ]
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}, {"output_bias": True, "logit_cap": 3.0}])
 def test_padding_of_the_vocabulary_changes_no_score(changes):
     """The padding has probability 0 and gradient 0, also where the features are large; parameters start the same."""
