@@ -621,7 +621,9 @@ def _rotary_of_types(
     In the fields of transformers 4, `rope_scaling` is only of layers without a window.
     """
     new = fields.optional("rope_parameters", dict)
-    fields.check(new is None or set(new) <= {FULL, SLIDING}, "rope_parameters", f"must have {FULL} and {SLIDING}")
+    others = [] if new is None else [value for name, value in new.items() if name not in (FULL, SLIDING)]
+    are_types = all(value in (None, "default") for value in others)  # transformers 5.4 adds rope_type and rope_theta
+    fields.check(are_types, "rope_parameters", f"must have {FULL} and {SLIDING}")
     rotary = {}
     for kind, default in ((FULL, base), (SLIDING, local_base)):
         changes = {} if new is None else {"rope_parameters": new[kind] if kind in new else {}}
