@@ -150,6 +150,8 @@ class TransformerConfig:
         heads, width = self.num_heads, self.width
         allowed = f"must divide model.width = {width} if model.head_dim is None"
         require(self.head_dim is not None or width % heads == 0, "model.num_heads", heads, allowed)
+        allowed = "must be below 2**30 if model.mlp_width, four times as much, is None"
+        require(self.mlp_width is not None or width < 2**30, "model.width", width, allowed)
         follows = {"num_kv_heads": heads, "head_dim": width // heads, "mlp_width": 4 * width}
         follows |= {"num_outputs": self.vocab_size}
         for field, value in follows.items():
