@@ -161,7 +161,9 @@ def test_devices_that_the_kernels_need(monkeypatch):
 
     monkeypatch.setattr(cuda_dape, "nvrtc", lambda: None)
     monkeypatch.setattr(cuda_dape, "driver", lambda: None)
-    assert "DAPE_CUDA_KERNELS" in ask()
+    for value in ("", "0"):
+        monkeypatch.setenv("DAPE_CUDA_KERNELS", value)
+        assert "DAPE_CUDA_KERNELS=1 is not set" in ask()
     monkeypatch.setenv("DAPE_CUDA_KERNELS", "1")
     assert ask() is ask(torch.float16, found="12.0") is None
     assert ask(torch.float32) == "the dtype is float32, not bfloat16 or float16"

@@ -4,6 +4,7 @@
 XLA's implementation of the same function where values are computed. The kernels in CUDA run in an emulator.
 """
 
+import dataclasses
 import functools
 import json
 import os
@@ -42,24 +43,31 @@ def normal(*shapes: tuple[int, ...]) -> list[np.ndarray]:
     return [draw.standard_normal(shape, np.float32) for shape in shapes]
 
 
-@pytest.mark.slow
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_equal_to_dense_for_any_sizes(data):
-    """Test any positions of the rows among the keys."""
-    heads, length = data.draw(st.sampled_from([1, 2, 6, 17])), data.draw(st.integers(1, 50))
-    width, alignment = data.draw(st.sampled_from([(1, "centered"), (5, "centered"), (7, "centered"), (4, "causal")]))
-    case = Case(
+def any_case(data: st.DataObject, heads: list[int], longest: int, kernels: list[tuple[int, str]]) -> Case:
+    """Draw a case with rows anywhere among the keys."""
+    num_heads, length, (width, alignment) = (
+        data.draw(each) for each in (st.sampled_from(heads), st.integers(1, longest), st.sampled_from(kernels))
+    )
+    return Case(
         data.draw(st.sampled_from(["nope", "kerple", "t5"])),
         width,
         alignment,
-        heads=heads,
-        groups=data.draw(st.sampled_from([n for n in (1, 2, heads) if heads % n == 0])),
+        heads=num_heads,
+        groups=data.draw(st.sampled_from([n for n in (1, 2, num_heads) if num_heads % n == 0])),
         length=length,
         row_stride=data.draw(st.integers(1, 3)),
         first=data.draw(st.integers(0, length - 1)),
         window=data.draw(st.none() | st.integers(1, length)),
     )
+
+
+@pytest.mark.slow
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_equal_to_dense_for_any_sizes(data):
+    """Test any positions of the rows among the keys."""
+    kernels = [(1, "centered"), (5, "centered"), (7, "centered"), (4, "causal")]
+    case = any_case(data, [1, 2, 6, 17], 50, kernels)
     ours, dense = (compiled(case, name)(*case.arrays(), *case.positions()) for name in ("gpu", "dense"))
     assert_close(jax.device_get(ours), jax.device_get(dense), 1e-5)
 
@@ -196,21 +204,10 @@ def run_emulated(case: Case, patch: pytest.MonkeyPatch, tile: int, seed: int, dt
 @given(data=st.data())
 def test_any_sizes_tiles_and_orders_of_warps(data):
     """The bits do not depend on the order in which warps run between barriers."""
-    heads, length = data.draw(st.sampled_from([1, 6, 12, 18])), data.draw(st.integers(1, 150))
-    width, alignment = data.draw(st.sampled_from([(1, "centered"), (3, "centered"), (7, "centered"), (2, "causal")]))
-    case = Case(
-        data.draw(st.sampled_from(["nope", "kerple", "t5"])),
-        width,
-        alignment,
-        heads=heads,
-        groups=data.draw(st.sampled_from([n for n in (1, 2, heads) if heads % n == 0])),
-        head_dim=data.draw(st.sampled_from([8, 24, 32])),
-        channels=data.draw(st.sampled_from([3, 16, 48])),
-        length=length,
-        row_stride=data.draw(st.integers(1, 3)),
-        first=data.draw(st.integers(0, length - 1)),
-        window=data.draw(st.none() | st.integers(1, length)),
-    )
+    kernels = [(1, "centered"), (3, "centered"), (7, "centered"), (2, "causal")]
+    case = any_case(data, [1, 6, 12, 18], 150, kernels)
+    sizes = {"head_dim": st.sampled_from([8, 24, 32]), "channels": st.sampled_from([3, 16, 48])}
+    case = dataclasses.replace(case, **{name: data.draw(size) for name, size in sizes.items()})
     tile = data.draw(st.integers(0, 3))
     with pytest.MonkeyPatch.context() as patch:
         ours, again = (run_emulated(case, patch, tile, seed) for seed in (0, 7))

@@ -53,7 +53,7 @@ def why_not_fused(
     """
     bias, processor, scale, cap = score_mod
     if platform not in KERNELS:
-        return f"there are kernels for {' and '.join(KERNELS)}, not for the platform {platform!r}"
+        return f"there are kernels for TPUs and GPUs, not for the platform {platform!r}"
     config = None
     limits = {"H": (q_BTHK.shape[2], MAX_HEADS), "K": (q_BTHK.shape[3], MAX_HEAD_DIM)}
     dtypes = {"q": q_BTHK.dtype, "k": k_BSGK.dtype}

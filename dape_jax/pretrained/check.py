@@ -38,7 +38,9 @@ def compare_logits(source: Source, params: Params, config: TransformerConfig, me
     shape = (2 * mesh.size, min(train_length, _MAX_TOKENS))
     tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, shape)
     try:
-        model = loader.from_pretrained(source.directory, dtype=torch.float32, attn_implementation="eager").eval()
+        options = {"use_safetensors": True, "trust_remote_code": False}  # no pickled file, no code of the checkpoint
+        options |= {"dtype": torch.float32, "attn_implementation": "eager"}
+        model = loader.from_pretrained(source.directory, **options).eval()
         with torch.no_grad():
             expected_BTV = model(torch.from_numpy(tokens_BT)).logits.numpy()
     except Exception as error:  # of many kinds
