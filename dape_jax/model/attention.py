@@ -100,8 +100,8 @@ def attend(
             equal ids. Needs positions None.
         scale: factor of Q K^T, or None for 1 / sqrt(K).
         cap: c in c tanh(scores / c), which replaces the scaled scores before bias and processor; None for no cap.
-        implementation: "auto", "dense", "blockwise" or "fused", or an `Auto`, `Dense`, `Blockwise` or `Fused` with its
-            own sizes. All return the same values and gradients.
+        implementation: "auto", "dense", "blockwise", "fused" or "cuda", or an `Auto`, `Dense`, `Blockwise` or `Fused`
+            with its own sizes. All return the same values and gradients.
 
     Returns:
         The attended values in the dtype of `v_BSGK`. Scores, bias and softmax are float32 (float64 if the inputs are).
