@@ -16,7 +16,9 @@ from absl import logging as absl_logging
 from dape_jax import recipes
 from dape_jax.errors import InputError, NonFiniteError, StoppedError, did_you_mean, printable, require
 from dape_jax.hardware import platform_fault
+from dape_jax.imports import import_modules
 from dape_jax.storage import absolute, to_path
+from dape_jax.version import __version__
 
 flags.disclaim_key_flags()  # flags of `run` belong to its caller, whose --help lists them
 
@@ -74,8 +76,11 @@ def run(
     sys.unraisablehook = _print_unraisable
     for each in settings:
         _define_flags(each)
+    flags.DEFINE_bool("version", False, "Print the version.")
+    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["version"])
     # --help shows the docstring of the main module, and the script of an installed entry point has none.
-    sys.modules["__main__"].__doc__ = sys.modules[main.__module__].__doc__
+    of_config = f"\n{recipes.describe()}\n" if "config" in flags.FLAGS else ""
+    sys.modules["__main__"].__doc__ = f"{sys.modules[main.__module__].__doc__}{of_config}"
     try:
         app.run(call, flags_parser=parse)
     except KeyboardInterrupt:
@@ -125,7 +130,17 @@ def _parse(arguments: list[str]) -> list[str]:
     Raises:
         InputError: flags are unknown, or else values of flags or fields are wrong; with a line for each.
     """
+    if {"-version", "--version"} & set(arguments[1:]):
+        print(f"dape_jax {__version__}")
+        sys.exit(0)
     of_config = [each for each in arguments if re.match("--?config[.]", each)] if "config" in flags.FLAGS else []
+    if "config" in flags.FLAGS and (section := re.search(r"(?<=\s)--?help=(\S+)", " ".join(arguments))):
+        given = re.findall(r"(?<=\s)--?import=(\S+)", " ".join(arguments))
+        import_modules([name for names in given for name in names.split(",")], "--import")
+        from dape_jax.fields import describe  # it imports JAX
+
+        print(describe(section[1]))
+        sys.exit(0)
     others = [each for each in arguments if each not in of_config]
     names = {each: each.lstrip("-").partition("=")[0] for each in others[1:] if re.match("--?[^-0-9]", each)}
     unknown = {each: name for each, name in names.items() if not {name, name.removeprefix("no")} & set(flags.FLAGS)}
@@ -140,7 +155,7 @@ def _parse(arguments: list[str]) -> list[str]:
         raise InputError(*(line.removeprefix("flag ") for line in lines)) from error
     if "config" in flags.FLAGS:
         config = flags.FLAGS["config"]
-        config.value = recipes.read_config(str(config.value), of_config)
+        config.value = recipes.read_config(str(config.value), of_config, flags.FLAGS["import"].value)
     return remaining
 
 

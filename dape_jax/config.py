@@ -9,7 +9,8 @@ import functools
 import json
 import math
 import typing
-from collections.abc import Callable, Iterator
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import cattrs
@@ -21,6 +22,7 @@ from jax.sharding import Mesh
 from dape_jax.data.store import DataConfig
 from dape_jax.errors import InputError, did_you_mean, one_of, positive, require
 from dape_jax.evaluation.config import AccuracyConfig, EvaluationConfig
+from dape_jax.imports import import_modules
 from dape_jax.model.attention import IMPLEMENTATIONS, Fused
 from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
@@ -33,11 +35,12 @@ from dape_jax.training.optimizer import OptimizerConfig
 
 Self = TypeVar("Self", bound="BaseRunConfig")  # beartype, which checks annotations in tests, cannot check `typing.Self`
 
-# Fields of the `model` section that are chosen by name, each with a dict from name to config dataclass.
-CHOICES: dict[str, dict[str, Any]] = {
+# Fields of the `model` section that are chosen by name, each with the tables of names and config dataclasses (not with
+# copies: a module named in `model.imports` adds to them).
+CHOICES: dict[str, Mapping[str, Any]] = {
     "rotary": ROTARY,
     "alternate_rotary": ROTARY,
-    "bias": BIASES | CONTEXTUAL,
+    "bias": ChainMap(CONTEXTUAL, BIASES),
     "processor": PROCESSORS,
     "attention": IMPLEMENTATIONS,
 }
@@ -59,7 +62,7 @@ class TrainConfig:
     batch_size: int = dataclasses.field(metadata=CHANGEABLE)
     accumulation_steps: int = dataclasses.field(metadata=RESUMABLE)  # parts of a batch, computed one after the other
     logits_chunk_tokens: int = dataclasses.field(metadata=RESUMABLE)  # tokens per device whose logits are in memory
-    num_steps: int = dataclasses.field(metadata=CHANGEABLE)
+    num_steps: int = dataclasses.field(metadata=CHANGEABLE)  # steps of the whole run
     # steps between validations; the last step is always validated
     eval_interval: int = dataclasses.field(metadata=RESUMABLE)
     validation_batches: int = dataclasses.field(metadata=RESUMABLE)  # batches per validation
@@ -240,8 +243,19 @@ def choose(field: str, name: str, **options: Any) -> dict[str, Any]:
     Raises:
         InputError: the name or an option is unknown, or an option is out of range.
     """
-    require(name in CHOICES[field], f"model.{field}.name", name, f"must be one of {sorted(CHOICES[field])}")
-    return {"name": name} | dataclasses.asdict(_structure(CHOICES[field][name], options, f"model.{field}"))
+    return {"name": name} | dataclasses.asdict(_structure(_kind(field, name), options, f"model.{field}"))
+
+
+def _kind(field: str, name: Any) -> type:
+    """Return the config dataclass of a choice by its name; raise `InputError` if there is none."""
+    table, is_text = CHOICES[field], isinstance(name, str)
+    others = [other for other, of_other in CHOICES.items() if is_text and name in of_other and name != "none"]
+    own = "; --import=MODULE adds those of a module of your own" if field in ("bias", "processor") else ""
+    advice = did_you_mean(str(name), table) or own
+    if others:
+        advice = f"; {name} is a value of model.{others[0]}: give {others[0]}={name}"
+    require(is_text and name in table, f"model.{field}.name", name, f"must be one of {sorted(table)}{advice}")
+    return table[name]
 
 
 def resolved(run: RunConfig | TaskRunConfig) -> dict[str, Any]:
@@ -308,12 +322,9 @@ def _value(value: Any, kind: Any) -> Any:
 
 def _choice(field: str, value: Any, _: Any) -> Any:
     """Return the config dataclass described by `{"name": NAME, **options}`."""
-    options, table = dict(value) if isinstance(value, dict) else {}, CHOICES[field]
+    options = dict(value) if isinstance(value, dict) else {}
     require("name" in options, f"model.{field}", value, "must be a dict with a name and options")
-    name = options.pop("name")
-    is_known, nearest = isinstance(name, str) and name in table, did_you_mean(str(name), table)
-    require(is_known, f"model.{field}.name", name, f"must be one of {sorted(table)}{nearest}")
-    return _converter.structure(options, table[name])
+    return _converter.structure(options, _kind(field, options.pop("name")))
 
 
 def _section(cls: type) -> Callable[[Any, Any], Any]:
@@ -326,6 +337,8 @@ def _section(cls: type) -> Callable[[Any, Any], Any]:
     def structure(value: Any, kind: Any) -> Any:
         if not isinstance(value, dict):
             raise ValueError("must be a section with fields")
+        if cls is TransformerConfig and isinstance(modules := value.get("imports"), list | tuple):
+            import_modules(modules, "model.imports")  # before names of biases and processors are looked up
         given = {name: each for name, each in value.items() if not (each is None and name in optional)}
         return convert(given, kind)
 

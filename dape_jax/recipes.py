@@ -3,6 +3,8 @@
 import ast
 import functools
 import importlib.util
+import re
+import string
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,9 +15,35 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from dape_jax.errors import InputError, did_you_mean, require
+from dape_jax.imports import import_modules
 
 RECIPES = Path(__file__).with_name("configs")  # in a clone, `configs` is a link to it
 _BOOLS = {"true": True, "1": True, "false": False, "0": False}
+
+
+def describe() -> str:
+    """Return the recipes and their arguments, from the docstrings of their files, for --help."""
+    common, lines = "", ["Recipes, for --config=configs/NAME.py:ARGUMENT", ""]
+    for file in sorted(RECIPES.glob("*.py")):
+        first, *others = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").split("\n\n")
+        text = []
+        for paragraph in others:
+            is_first = re.match("(The a|A)rgument", paragraph)
+            if is_first or (text and paragraph[0] in f" {string.ascii_lowercase}"):
+                text += paragraph.split("\n")
+            elif text:
+                break
+        if file.name == "common.py":
+            common = "\n".join(text)
+        else:
+            lines += [f"configs/{file.name}: {' '.join(first.split())}", *(f"    {line}" for line in text), ""]
+    fields = (
+        "--help=SECTION prints the fields of a section of the config, with their defaults and allowed values: model,"
+    )
+    sections = (
+        "model.rotary, model.bias, model.processor, model.attention, data, optimizer, train, mesh, init, evaluation."
+    )
+    return "\n".join([*lines, common, "", fields, f"{sections} The page docs/config.md has all of them."])
 
 
 def read_module(file: Path) -> ModuleType:
@@ -33,14 +61,16 @@ def read_module(file: Path) -> ModuleType:
     return module
 
 
-def read_config(name: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
+def read_config(name: str, arguments: Sequence[str] = (), imports: Sequence[str] = ()) -> dict[str, Any]:
     """Return the nested dict of the config file `PATH[:ARGUMENT]`, after flags such as `--config.train.num_steps=8`.
 
-    If there is no such file, PATH names a recipe of the package, in any directory.
+    If there is no such file, PATH names a recipe of the package, in any directory. The modules `imports` are imported
+    first, and added to `model.imports`.
 
     Raises:
         InputError: there is neither, the file rejects its argument, or flags are wrong; with a line for each flag.
     """
+    import_modules(imports, "--import")
     path, *argument = name.split(":", 1)
     file = Path(path)
     if not file.exists():
@@ -56,7 +86,11 @@ def read_config(name: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
             messages += error.messages
     if messages:
         raise InputError(*messages)
-    return config.to_dict()
+    spec = config.to_dict()
+    if imports:
+        recorded = spec["model"]["imports"] if "imports" in spec["model"] else ()
+        spec["model"]["imports"] = tuple(dict.fromkeys((*recorded, *imports)))
+    return spec
 
 
 def _set(config: Any, argument: str) -> None:
@@ -109,8 +143,11 @@ def _paths(config: ConfigDict, prefix: str = "") -> Iterator[str]:
 
 
 def define_config_flag() -> None:
-    """Define the required flag `--config`: a config file, with its argument after a colon."""
+    """Define the required flag `--config`, a config file with its argument after a colon, and `--import`."""
     text = "Config file or recipe of the package, with its argument after a colon: configs/quickstart.py:bias=alibi. "
     flags.DEFINE_string("config", None, text + "--config.SECTION.FIELD=VALUE sets a field.")
     flags.mark_flag_as_required("config")
-    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["config"])  # --help lists it
+    text = "Modules of your own that add to BIASES and PROCESSORS, in the current directory or installed: my_methods."
+    flags.DEFINE_list("import", [], text)
+    for name in ("config", "import"):
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])  # --help lists them

@@ -5,6 +5,7 @@ date. A block is an HTML comment, so that only its output is shown.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -14,6 +15,7 @@ from typing import Any
 
 from dape_jax.data.store import read_errors
 from dape_jax.evaluation.perplexity import PROTOCOLS
+from dape_jax.fields import sections
 from experiments.catalogue import EXPERIMENTS
 from experiments.methods import NOT_IN_PAPER, paper_tables
 from experiments.runs import read_runs
@@ -546,3 +548,25 @@ def continued_recall() -> str:
     ]
     lengths = (f"recall at {int(at):,}, nats" for at in found[0]["recall_nats"])
     return table(["continued as", *lengths, "breaks at"], rows)
+
+
+# ---- config
+
+
+def config_fields() -> str:
+    """Return the sections of the config, each with a table of its fields."""
+    header, parts, titles = ("field", "type", "default", "meaning", "allowed values"), [], list[str]()
+    for section in sections():
+        name, _, choice = section.name.partition(" = ")
+        if name not in titles or not choice:
+            parts.append(f"## `{name}`{' of a task' if name in titles else ''}")
+        titles.append(name)
+        parts.append(f"**`{choice}`.** {_prose(section.summary)}" if choice else _prose(section.summary))
+        rows = [[f"`{each.name}`", each.kind, *map(_prose, each[2:])] for each in section.fields]
+        parts += [table(header, rows)] if rows else []
+    return "\n\n".join(parts)
+
+
+def _prose(text: str) -> str:
+    """Return plain text as Markdown: code stays code, and no other character is markup."""
+    return re.sub(r"`[^`]*`|[*|<\\]", lambda found: found[0] if len(found[0]) > 1 else f"\\{found[0]}", text)

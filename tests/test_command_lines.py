@@ -6,10 +6,13 @@ import re
 import resource
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import dape_jax
+from dape_jax.__main__ import COMMANDS
 from dape_jax.errors import printable
 from dape_jax.hardware import platform_fault
 
@@ -80,6 +83,11 @@ REFUSED = {
     # the config file and its argument
     f"{TRAIN}nothing.py": ["configs/nothing.py & configs/paper.py"],
     f"{TRAIN}quickstart.py:bias=kerpel": ["model.bias.name = 'kerpel' & 'kerple'"],
+    f"{TRAIN}quickstart.py:bias=rope": ["model.bias.name = 'rope' & rotary=rope"],
+    f"{TRAIN}quickstart.py:bias=mine": ["model.bias.name = 'mine' & --import=MODULE"],
+    f"{TRAIN}quickstart.py --import=nosuch": ["--import = 'nosuch' & nosuch.py & PYTHONPATH"],
+    f"{TRAIN}quickstart.py --import=mine.py": ["--import = 'mine.py' & mine.py"],
+    f"{TRAIN}quickstart.py --import=tests/mine": ["--import = 'tests/mine' & without .py"],
     f"{TRAIN}quickstart.py:processor=none,kernel=5": ["kernel=5 & processor=dape"],
     f"{TRAIN}quickstart.py:kernel=wide": ["kernel=wide & int"],
     f"{TRAIN}quickstart.py:kernal=3": ["kernal=3 & 'kernel'"],
@@ -110,6 +118,7 @@ REFUSED = {
     f"{TRAIN}quickstart.py --config.data.path=/nowhere": ["data.path & /nowhere"],
     # flags of programs
     f"{TRAIN}quickstart.py train.num_steps=3": ["train.num_steps=3 & --name=value"],
+    "train.py --help=optimiser": ["--help = 'optimiser' & optimizer?"],
     "train.py": ["--config: must be given", "--workdir: must be given"],
     "eval.py --workdir=run --lenghts=8": ["--lenghts=8 & did you mean --lengths?"],
     "eval.py --workdir=/tmp": ["workdir = '/tmp' & dape-train"],
@@ -201,6 +210,34 @@ def test_flags_come_from_the_fields_of_a_dataclass(tmp_path):
     assert help_status == 0
     assert "--[no]show: Show the result." in help_text
     assert "--workdir: Run directory." in help_text
+
+
+def test_every_command_is_installed_listed_and_has_a_version(tmp_path):
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {name: f"dape_jax.{module}:command" for name, module in COMMANDS.items()}
+    programs = [tmp_path / f"{name}.py" for name in COMMANDS if name != "dape-lm-eval"]  # needs an extra
+    for program in programs:
+        program.write_text(f"from dape_jax.{COMMANDS[program.stem]} import command\ncommand()\n")
+    commands = [["dape_jax"], *([str(program), "--version"] for program in programs)]
+    (_, listed, _), *versions = run_all(commands, tmp_path / "scratch")
+    assert [line.split()[0] for line in listed.splitlines() if line.startswith("dape-")] == list(COMMANDS)
+    assert all(re.fullmatch(r"\S+ +[A-Z].*\.", line) for line in listed.splitlines() if line.startswith("dape-"))
+    for program, (status, out, err) in zip(programs, versions, strict=True):
+        assert (status, out, err) == (0, f"dape_jax {dape_jax.__version__}\n", ""), program
+
+
+def test_help_lists_recipes_and_prints_sections(tmp_path):
+    commands = [["train.py", "--help"], ["train.py", "--help=optimizer"], ["train.py", "--help=model.bias"]]
+    (_, whole, _), (status, optimizer, _), (_, biases, _) = run_all(commands, tmp_path / "scratch")
+    for file in (ROOT / "configs").glob("*.py"):
+        assert (f"configs/{file.name}: " in whole) == (file.name != "common.py")
+    assert all(text in whole for text in ("percent=P ", "a size, xs|s|m|l", "kernel=W", "--help=SECTION", "--import"))
+    assert status == 0
+    assert (
+        "--config.optimizer.learning_rate  (float)\n      peak learning rate\n      default: 0.002 (quick" in optimizer
+    )
+    assert "allowed: one of cosine, wsd" in optimizer
+    assert "--config.model.bias.num_buckets  (int)" in biases
 
 
 CLOSED = """

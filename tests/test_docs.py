@@ -1,5 +1,6 @@
 """Documentation: the site builds without warnings, links resolve, tables are up to date, the notebook runs."""
 
+import dataclasses
 import html.parser
 import json
 import os
@@ -14,6 +15,7 @@ import cogapp
 import pytest
 
 import dape_jax
+from dape_jax import config
 from experiments import tables
 
 ROOT = Path(__file__).parents[1]
@@ -95,6 +97,33 @@ def test_api_page_has_every_public_name():
     text = (DOCS / "api.md").read_text()
     for name in (name for name in dape_jax.__all__ if not name.startswith("_")):
         assert re.search(rf"(auto\w+:: {name}$|`{name}`)", text, re.MULTILINE), name
+
+
+def test_the_page_of_fields_is_complete():
+    """Every field of every dataclass of a config, with a meaning, its default and the recipes' values."""
+    rows = {}
+    for section in re.split(r"^## |^(?=\*\*`)", (DOCS / "config.md").read_text(), flags=re.MULTILINE):
+        cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
+        rows[section.partition("\n")[0].partition(".** ")[0]] = {
+            name.strip("`"): (kind, *more) for name, kind, *more in cells
+        }
+    expected = {}
+    for cls, suffix in ((config.RunConfig, ""), (config.TaskRunConfig, " of a task")):
+        for section in dataclasses.fields(cls):
+            is_shared = section in dataclasses.fields(config.BaseRunConfig)
+            expected[f"`{section.name}`{'' if is_shared else suffix}"] = section.type
+    for table in config.CHOICES.values():
+        expected |= {f"**`{name}`": kind for name, kind in table.items() if kind.__module__.startswith("dape_jax")}
+    for title, kind in expected.items():
+        names = [field.name for field in dataclasses.fields(kind)]
+        assert list(rows[title]) == names, title
+        for field in dataclasses.fields(kind):
+            of_type, default, meaning, *_ = rows[title][field.name]
+            assert all((of_type, default, meaning)), (title, field.name)
+            if title.startswith("**"):
+                assert default == str(field.default), (title, field.name)
+    for text in ("0.002 (quickstart); 0.003 (small); 0.0006 (paper)", "at least 0 and below 1", "one of cosine, wsd"):
+        assert text in (DOCS / "config.md").read_text()
 
 
 def test_notebook_has_no_outputs():

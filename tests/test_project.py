@@ -171,9 +171,9 @@ def test_an_installed_wheel_trains_and_evaluates_outside_of_the_checkout(tmp_pat
     def run(program: str, *flags: str) -> str:
         return call(sys.executable, str(site / "bin" / program), *flags, cwd=here, path=site)
 
-    for program in PROJECT["scripts"]:
+    for program in set(PROJECT["scripts"]) - {"dape-lm-eval"}:  # the help of the harness, an extra
         text = run(program, "--help")
-        assert f"    {program} --" in text  # its docstring
+        assert re.search(f"^ *{program} --", text, re.MULTILINE)  # its docstring
         assert f"/{program}:\n  --" in text  # its flags
     steps = ["--config.train.num_steps=20", "--config.train.eval_interval=20", "--config.train.validation_batches=2"]
     run("dape-train", "--config=configs/quickstart.py:processor=dape,kernel=3", *steps, "--workdir=run")

@@ -39,6 +39,7 @@ def make(*, model: Fields, data: Fields, optimizer: Fields, train: Fields, evalu
         learned_positions=None,
         remat="none",
         dtype="auto",
+        imports=(),  # --import=my_methods
     )
     # The paper's Adam and cosine schedule.
     shared_optimizer = dict(warmup_fraction=0.01, final_fraction=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8)

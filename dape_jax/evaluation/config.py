@@ -30,11 +30,11 @@ class AccuracyConfig:
 
     lengths: tuple[int, ...]  # input lengths in symbols, increasing
     num_sequences: int  # sequences of each length
-    batch_tokens: int
+    batch_tokens: int  # a batch has as many tapes as fit
     pad_to: int  # tapes are padded to a multiple of this; compare `data.pad_to`
     dropout: bool  # whether dropout stays on, as in the reference's evaluation
     blockwise_from: int  # tape length from which attention is blockwise
-    block_size: int
+    block_size: int  # rows of a block of blockwise attention
 
     def __post_init__(self):
         _check_lengths(self.lengths)

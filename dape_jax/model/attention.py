@@ -392,7 +392,7 @@ class Cuda(Fused):
     they have only run in an emulator: see `docs/gpu.md`.
     """
 
-    platform: str | None = "cuda"
+    platform: str | None = "cuda"  # see `Fused`
 
     def attend_rows(self, q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask):
         """See `Implementation`. Without a GPU, `Fused("cuda")` runs the kernels in the emulator."""
@@ -417,8 +417,8 @@ class Auto(Implementation):
     blockwise  otherwise
     """
 
-    block_size: int | None = None  # of `Blockwise`; None for the platform's default
-    num_buckets: int | None = None  # of `Blockwise`; None for the platform's default
+    block_size: int | None = None  # of blockwise attention; None: the platform's
+    num_buckets: int | None = None  # of blockwise attention; None: the platform's
 
     def __post_init__(self):
         self.blockwise("cpu")  # checks the fields

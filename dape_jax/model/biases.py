@@ -364,7 +364,7 @@ class FireConfig(BiasConfig):
 
     threshold: int = 256  # query positions below it are normalised as if they were equal to it
     width: int = 32  # M, hidden width of the MLP
-    initial_c: float = 0.1
+    initial_c: float = 0.1  # initial value of the learned c
     activation: str = "relu"  # "relu" for FIRE alone, "leaky_relu" (0.01) under DAPE, as in the official code
     module = Fire
 

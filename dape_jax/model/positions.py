@@ -157,7 +157,7 @@ class Yarn(StretchedRope):
     train_length: int = 512  # of the model, in tokens
     beta_fast: float = 32.0  # angles with more turns than this are unchanged
     beta_slow: float = 1.0  # angles with fewer turns than this are divided by the factor
-    attention_factor: float | None = None
+    attention_factor: float | None = None  # of queries and keys; None: after the factor
     truncate: bool = True  # round low and high; gpt-oss does not
 
     def __post_init__(self):
@@ -200,7 +200,7 @@ class Llama3Rope(StretchedRope):
     Source: Llama 3.1's released code; `rope_type` "llama3" of Hugging Face transformers.
     """
 
-    factor: float = 8.0
+    factor: float = 8.0  # divisor of slow angles
     low_frequency_factor: float = 1.0  # angles with fewer turns than this are divided by the factor
     high_frequency_factor: float = 4.0  # angles with more turns than this are unchanged
     train_length: int = 8192  # of the model before it was trained with this embedding, in tokens
@@ -255,9 +255,9 @@ class LongRope(Rope):
 
     why_not_cached = f"model.rotary.name = longrope: {_WITH_LENGTH}"
     short_factors: tuple[float, ...] = ()  # R / 2 numbers, or none for ones
-    long_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()  # the same, of sequences longer than the train length
     train_length: int = 512  # of the model before it was made longer, in tokens
-    attention_factor: float = 1.0
+    attention_factor: float = 1.0  # of queries and keys
 
     def __post_init__(self):
         super().__post_init__()

@@ -143,7 +143,7 @@ class Plain(nnx.Module, Processor):
 
 @dataclasses.dataclass(frozen=True)
 class PlainConfig(ProcessorConfig):
-    """Config of `Plain`."""
+    """Config of plain attention: the bias is added to the scores."""
 
     def build(self, num_heads: int, *, has_bias: bool = True, dtype: DTypeLike | None = None, rngs: nnx.Rngs) -> Plain:
         """Make the module."""
@@ -437,7 +437,7 @@ class DapeConfig(ProcessorConfig):
     # "centered": a column reads W//2 columns on either side, W odd (the paper's listing); or "causal": a column reads
     # itself and W - 1 columns to its left, any W (the paper's text), and both edges are the same.
     alignment: str = "centered"
-    edge: str = "prefix"  # or "listing", for exactly the paper's listing: see `dape`
+    edge: str = "prefix"  # of the last columns; "listing" is exactly the paper's listing: see `dape`
     residual: bool = True  # add B outside the convolution as well; False is the paper's equation 2
     leak: bool = False  # omit tril, so that a centered kernel reads the future: the paper's experiment on leakage
     inputs: str = "both"  # of the convolution: "both", "scores" or "bias"; without a bias "both" means the scores

@@ -95,9 +95,9 @@ class TransformerConfig:
     TransformerConfig(num_layers=2, width=64, num_heads=4, vocab_size=257, **LLAMA)
     """
 
-    num_layers: int  # L
-    width: int  # D
-    num_heads: int  # H
+    num_layers: int  # L, blocks
+    width: int  # D, of the residual stream
+    num_heads: int  # H, of queries
     vocab_size: int  # rows of the embedding table
     num_kv_heads: int = FOLLOWS  # G, heads of keys and values, divides H; None: H. Fewer is grouped-query attention
     head_dim: int = FOLLOWS  # K; None: D / H
@@ -114,14 +114,14 @@ class TransformerConfig:
     # Numbers of the layers, from 0, that have the next two fields in place of window and rotary, as in models with a
     # window in some layers only.
     alternate_layers: tuple[int, ...] = ()
-    alternate_window: int | None = None
-    alternate_rotary: NoRotary | Rope | None = None  # None: rotary
+    alternate_window: int | None = None  # None: all keys
+    alternate_rotary: NoRotary | Rope | None = None  # None: that of the other layers
     norm_first: bool = True  # blocks x + f(norm(x)), and a norm after the last; if False, norm(x + f(x))
     branch_norm: bool = False  # blocks x + norm'(f(norm(x))) and, without norm_first, x + norm(f(x))
     parallel_residual: bool = False  # blocks x + attention(norm(x)) + mlp(norm'(x)); needs norm_first
-    norm: str = "layer_norm"  # or "rms_norm", without mean and bias
+    norm: str = "layer_norm"  # of the residual stream; "rms_norm" is without mean and bias
     norm_epsilon: float = 1e-5  # added to the variance or mean square
-    activation: str = "gelu"  # of the MLP, a key of ACTIVATIONS; "gelu" is the exact one
+    activation: str = "gelu"  # of the MLP; "gelu" is the exact one
     gated_mlp: bool = False  # down(activation(gate(x)) up(x)) instead of down(activation(up(x)))
     dropout: float = 0.0  # rate, of the outputs of attention and MLP before they are added to the residual stream
     # RMSNorm of queries and keys before the rotary embedding: "none", of each "head" or of the whole "projection"
@@ -138,12 +138,16 @@ class TransformerConfig:
     # "gpt_neox": normal with std sqrt(2 / (5 D)), and 2 / (L sqrt(D)) for the last matrix of a branch; or "fan_in":
     # std 1 / sqrt(fan in) truncated at two std, and 0.02 for the embedding.
     initializer: str = "gpt_neox"
-    # Implementation of attention, one of IMPLEMENTATIONS; it does not change the result.
+    # Implementation of attention, which does not change the result.
     attention: Implementation = dataclasses.field(default=Auto(), metadata={"resumable": True})
-    remat: str = dataclasses.field(default="none", metadata={"resumable": True})  # a key of REMAT
-    # Of the matmuls. "auto": bfloat16 on TPU and GPU, float32 on CPU. "float64", with JAX_ENABLE_X64=true, is for
+    # Values that are saved for the backward pass: all ("none"), results of matmuls ("dots"), inputs of blocks ("full")
+    remat: str = dataclasses.field(default="none", metadata={"resumable": True})
+    # Dtype of the matmuls. "auto": bfloat16 on TPU and GPU, float32 on CPU. "float64", with JAX_ENABLE_X64=true, is for
     # comparisons with other implementations.
     dtype: str = "auto"
+    # Modules of your own, in the current directory or installed, that add to BIASES and PROCESSORS: see --import. They
+    # are imported whenever the config is read.
+    imports: tuple[str, ...] = dataclasses.field(default=(), metadata={"resumable": True})
 
     def __post_init__(self):
         positive(self, "model", "num_layers", "width", "num_heads", "vocab_size", "norm_epsilon")

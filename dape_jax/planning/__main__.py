@@ -1,4 +1,7 @@
-"""Plan a run: `python -m dape_jax.planning --config=configs/paper.py:6.7b --topology=v5e:16x16`; see `plan.py`."""
+"""Predict memory and time of a run on a TPU slice, without a TPU.
+
+dape-plan --config=configs/paper.py:6.7b --topology=v5e:16x16
+"""
 
 import dataclasses
 from pathlib import Path
@@ -51,6 +54,11 @@ def main(settings: Settings) -> None:
         save(Path(settings.output), run, hardware, plans)
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Run the command line `dape-plan`."""
     define_config_flag()
     command_line.run(main, Settings)
+
+
+if __name__ == "__main__":
+    command()

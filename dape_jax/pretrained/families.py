@@ -54,7 +54,7 @@ SCALINGS = {"default": "rope", "linear": "pi", "llama3": "llama3", "yarn": "yarn
 SCALINGS |= {"longrope": "longrope", "su": "longrope"}
 
 # Fields of the `model` section for training and computation in JAX; exported configs do not have them.
-NOT_EXPORTED = ("initializer", "attention", "remat", "dtype", "dropout", "num_outputs", "vocab_multiple")
+NOT_EXPORTED = ("initializer", "attention", "remat", "dtype", "dropout", "num_outputs", "vocab_multiple", "imports")
 
 
 class Fields:

@@ -40,22 +40,16 @@ Batch = dict[str, np.ndarray]
 class TaskConfig:
     """Strings and tapes of a task; a training batch has one length, uniform in 1..train.train_length.
 
-    Args:
-        task: a key of `TASKS`.
-        computation_steps: number of computation tokens per input symbol, between input and output.
-        pad_to: tapes are padded to a multiple of this; longest tape length / pad_to programs are compiled.
-        max_position: positions are drawn from 0..max_position - 1, sorted, for every batch, in training and in
-            evaluation (randomized positional encodings); None for positions 0..T-1.
-        seed: seed of strings and positions.
-
     Source: Deletang et al. 2023; randomized positions: Ruoss et al. 2023, section 3.
     """
 
-    task: str
-    computation_steps: int
-    pad_to: int
+    task: str  # its name
+    computation_steps: int  # computation tokens per input symbol, between input and output
+    pad_to: int  # tapes are padded to a multiple of this; longest tape length / pad_to programs are compiled
+    # Positions are drawn from 0..max_position - 1, sorted, for every batch, in training and in evaluation (randomized
+    # positional encodings); None: positions 0..T-1.
     max_position: int | None
-    seed: int
+    seed: int  # of strings and positions
 
     def __post_init__(self):
         one_of(self, "data", task=TASKS)

@@ -1,6 +1,6 @@
-"""Command line of `maps.py`: draw the attention maps of a trained model for one document.
+"""Draw the attention maps of a trained model for one document.
 
-python -m dape_jax.tools.attention_maps --workdir=runs/a --length=512
+dape-attention-maps --workdir=runs/a --length=512
 """
 
 import dataclasses
@@ -37,5 +37,10 @@ def main(given: Flags) -> None:
     print(f"\npage: {page}")
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Run the command line `dape-attention-maps`."""
     command_line.run(main, Flags)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,7 +1,7 @@
-"""Command line of `completion.py`: continue prompts with a trained model.
+"""Continue prompts with a trained model.
 
-python -m dape_jax.tools.generate --workdir=runs/mine --prompt="def main("
-python -m dape_jax.tools.generate --workdir=runs/mine --prompt="class " --prompt_file=long.txt --greedy
+dape-generate --workdir=runs/mine --prompt="def main("
+dape-generate --workdir=runs/mine --prompt="class " --prompt_file=long.txt --greedy
 """
 
 import dataclasses
@@ -68,5 +68,10 @@ def main(given: Flags) -> None:
     )
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Run the command line `dape-generate`."""
     command_line.run(main, Flags)
+
+
+if __name__ == "__main__":
+    command()

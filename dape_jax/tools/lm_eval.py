@@ -1,6 +1,6 @@
 r"""Run EleutherAI's lm-evaluation-harness on a trained model: multiple choice, rolling perplexity, generation.
 
-    python -m dape_jax.tools.lm_eval run --model dape_jax --model_args workdir=runs/mine,max_length=1024 \
+    dape-lm-eval run --model dape_jax --model_args workdir=runs/mine,max_length=1024 \
         --tasks lambada_openai --batch_size auto --output_path results/
 
 The command line is the harness's own; this module adds the model `dape_jax` to it, because the harness finds no models
@@ -25,6 +25,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -46,6 +47,7 @@ from dape_jax.progress import Progress
 from dape_jax.provenance import provenance
 from dape_jax.storage import to_path
 from dape_jax.tools.completion import Sampling, check, generate, generate_until
+from dape_jax.version import __version__
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -372,8 +374,11 @@ class DapeLM(TemplateLM):
         return padded_width(len(prompt) + options.max_gen_toks, self.max_length)
 
 
-def main() -> None:
-    """Run the harness's command line with the model `dape_jax` registered."""
+def command() -> None:
+    """Run the command line `dape-lm-eval`, the harness's own with the model `dape_jax` registered."""
+    if "--version" in sys.argv:
+        print(f"dape_jax {__version__}, lm_eval {version('lm_eval')}")
+        return
     # The harness and its table writer start processes; by fork they could deadlock on the threads of JAX.
     multiprocessing.set_start_method("spawn")
     os.environ["DISABLE_MULTIPROC"] = "1"  # bootstrap in this process: a spawned one takes longer to start
@@ -385,4 +390,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command()

@@ -29,7 +29,7 @@ class OptimizerConfig:
     # after the warm-up: "cosine", as in the paper, or "wsd": constant, then linear in the last `decay_steps`
     schedule: str = "cosine"
     warmup_steps: int | None = None  # None: `warmup_fraction` of all steps
-    decay_steps: int = 0
+    decay_steps: int = 0  # steps in which the rate of "wsd" falls
 
     def __post_init__(self):
         one_of(self, "optimizer", schedule=SCHEDULES)

@@ -1,0 +1,31 @@
+"""Modules of the user that add biases and processors: `--import`, and `model.imports` of a config."""
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from dape_jax.errors import InputError, require
+
+
+def import_modules(names: Sequence[str], field: str) -> None:
+    """Import modules of the user, which add biases and processors; the current directory is the last to be searched.
+
+    Raises:
+        InputError: a module is missing, or it raises an exception. The message names `field`.
+    """
+    if os.getcwd() not in sys.path:  # as in a console command
+        sys.path.append(os.getcwd())
+    for name in names:
+        parts = str(name).split(".")
+        require(all(map(str.isidentifier, parts)), field, name, "must be the name of a module, without .py")
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            is_itself = error.name is not None and f"{name}.".startswith(f"{error.name}.")
+            places = f"not found: run in the directory of {parts[0]}.py, add it to PYTHONPATH, or install the module"
+            raise InputError(f"{field} = {name!r}: {places if is_itself else error}") from error
+        except Exception as error:  # of the user's code
+            file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
+            raise InputError(f"{field} = {name!r}: {type(error).__name__}: {error} ({file}, line {line})") from error
