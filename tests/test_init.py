@@ -208,13 +208,14 @@ def test_the_gradient_norm_is_that_of_the_trained_parameters(trained_root):
 def test_the_recipe_that_gives_a_model_length(trained_root, sources):
     """Of a run the steps and the rate are parts of its own; of an imported model they are what the import says."""
     recipe = read_module(RECIPES / "retrofit.py")
-    for arguments, bias, num_steps in (("", "alibi", 2), (",bias=kerple,percent=100", "kerple", 4)):
+    for arguments, bias, num_steps in (("", "alibi", 2), (",bias=kerple,percent=100,seed=5", "kerple", 4)):
         run = read_run(recipe.get_config(f"source={sources}/none{arguments}").to_dict())
         assert (run.train.num_steps, run.optimizer.learning_rate, run.optimizer.final_fraction) == (num_steps, 5e-3, 1)
         model = resolved(run)["model"]
         assert [model[field]["name"] for field in ("rotary", "bias", "processor")] == ["none", bias, "dape"]
         assert (model["processor"]["kernel_width"], model["processor"]["init"]) == (3, "identity")
         assert run.init.source == f"{sources}/none"
+        assert run.train.seed == run.data.seed == (5 if arguments else 0)
     for wrong in ("bias=t5", "percent=0"):
         with pytest.raises(InputError, match="must be"):
             recipe.get_config(f"source={sources}/none,{wrong}")

@@ -56,6 +56,13 @@ def test_tokenizer_and_vocabulary_follow_the_corpus(root, tmp_path):
     assert run_of("small", "text", str(root / "bpe" / "tokenizer.json")).model.vocab_size == 300
 
 
+def test_the_seed_of_a_recipe_is_that_of_parameters_and_data():
+    for recipe in ("quickstart", "small", "paper", "che"):
+        argument = "task=parity_check" if recipe == "che" else {"small": "xs", "paper": "125m"}.get(recipe, "")
+        config = read_module(ROOT / "configs" / f"{recipe}.py").get_config(f"{argument},seed=3".lstrip(","))
+        assert config.train.seed == config.data.seed == 3
+
+
 def test_values_that_are_given_are_kept(root):
     spec = spec_of("quickstart", path=str(root / "bpe"))
     spec["model"]["vocab_size"] = 512

@@ -42,9 +42,10 @@ def get_config(argument: str | None = None) -> ConfigDict:
     """Return the recipe's config for an argument; see the module's docstring."""
     choice = common.parse_argument(argument, task="", positions=0, computation_steps=0, **common.METHOD)
     require(choice["task"] in TASKS, "config argument", f"task={choice['task']}", f"must be one of {list(TASKS)}")
-    task = TaskConfig(choice["task"], choice["computation_steps"], 1, choice["positions"] or None, seed=0)
+    task = TaskConfig(choice["task"], choice["computation_steps"], 1, choice["positions"] or None, choice["seed"])
     pad_to = -(-task.tape_length(TRAIN_LENGTH) // NUM_PROGRAMS)
     return common.make(
+        seed=choice["seed"],
         model=dict(
             num_layers=5,
             width=64,

@@ -5,6 +5,7 @@ The argument of every recipe chooses a method, with the paper's official setting
     rotary=none|rope|pi|ntk|yarn  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
     processor=none|dape  kernel=W  channels=C
     fire=auto|dape|plain  FIRE's published settings with DAPE or without it; auto: with DAPE if processor=dape
+    seed=N                of the parameters, dropout and order of the data; `dape-eval` takes seeds together
 
 All other fields are set by flags: --config.train.num_steps=2000, --config.model.attention=fused.
 """
@@ -16,13 +17,15 @@ from ml_collections import ConfigDict
 from dape_jax.config import choose
 from dape_jax.errors import InputError, require
 
-METHOD = {"rotary": "none", "bias": "nope", "processor": "none", "kernel": 3, "channels": 32, "fire": "auto"}
+METHOD = {"rotary": "none", "bias": "nope", "processor": "none", "kernel": 3, "channels": 32, "fire": "auto", "seed": 0}
 MESH = dict(data=1, fsdp=-1, context=1, tensor=1)  # parameters and batch are sharded over all devices
 Fields = dict[str, Any]
 
 
-def make(*, model: Fields, data: Fields, optimizer: Fields, train: Fields, evaluation: Fields) -> ConfigDict:
-    """Return a complete config; fields that are not given have shared values."""
+def make(
+    *, model: Fields, data: Fields, optimizer: Fields, train: Fields, evaluation: Fields, seed: int = 0
+) -> ConfigDict:
+    """Return a complete config; fields that are not given have shared values. `seed` is that of model and data."""
     shared_model = dict(
         num_kv_heads=None,  # None: num_heads; fewer for grouped-query attention
         head_dim=None,  # None: width / num_heads
@@ -45,7 +48,7 @@ def make(*, model: Fields, data: Fields, optimizer: Fields, train: Fields, evalu
     shared_optimizer = dict(warmup_fraction=0.01, final_fraction=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8)
     shared_optimizer |= dict(weight_decay=0.1, clip_norm=1.0, schedule="cosine", warmup_steps=None, decay_steps=0)
     shared_train = dict(
-        seed=0,
+        seed=seed,
         accumulation_steps=1,
         logits_chunk_tokens=2048,
         checkpoint_interval=None,  # None: eval_interval
@@ -55,7 +58,9 @@ def make(*, model: Fields, data: Fields, optimizer: Fields, train: Fields, evalu
         wandb=None,  # None: no project in Weights & Biases
         profile_steps=(),  # --config.train.profile_steps=10,15 traces these steps
     )
-    config = dict(model=shared_model | model, data=data, optimizer=shared_optimizer | optimizer, mesh=MESH)
+    config = dict(
+        model=shared_model | model, data=dict(seed=seed) | data, optimizer=shared_optimizer | optimizer, mesh=MESH
+    )
     init = dict(source=None, train_only=None, optimizer=False, data="start")  # random parameters, all trained
     return ConfigDict(config | dict(train=shared_train | train, init=init, evaluation=evaluation))
 
@@ -67,7 +72,6 @@ def text(**fields: Any) -> Fields:
         tokenizer=None,  # None: the prepared corpus's, or bytes for raw text
         cache_dir="data",
         validation_fraction=0.05,
-        seed=0,
         document_separator=None,  # text between the documents of a text file, such as "<|endoftext|>"
         packing="stream",  # "documents": packed documents that do not see each other
         validation_path=None,  # another text, all of it for validation

@@ -9,8 +9,8 @@ Argument: source=WORKDIR or source=WORKDIR@STEP (STEP is a number, newest or bes
 
 All fields have the values of the source's config, except the method given here and the mesh, which has all devices.
 The parameters are the checkpoint's. The schedule starts from the beginning, and so does the optimizer, unless
---config.init.optimizer=True, and the order of the data, unless --config.init.data=continue. --config.data.seed gives
-another order, and --config.init.train_only=bias,processor freezes all other parameters. A new DAPE starts as the
+--config.init.optimizer=True, and the order of the data, unless --config.init.data=continue. seed=N gives another order
+and dropout, and --config.init.train_only=bias,processor freezes all other parameters. A new DAPE starts as the
 identity. FIRE's threshold is scaled by train_length / 512.
 
 The recipe reads the source's config.json at each start, also to resume. The checkpoint is read only by a new run.
@@ -35,7 +35,7 @@ from dape_jax.training.checkpoint import read_config
 def get_config(argument: str | None = None) -> ConfigDict:
     """Return the recipe's config for an argument; see the module's docstring."""
     method = ("rotary", "bias", "processor")
-    choice = common.parse_argument(argument, source="", **common.METHOD | dict.fromkeys(method, ""))
+    choice = common.parse_argument(argument, source="", **common.METHOD | dict.fromkeys(method, "") | {"seed": -1})
     source, given = choice["source"], [field for field in method if choice[field]]
     require(bool(source), "config argument", argument, "must contain source=WORKDIR")
     saved = read_config(to_path(InitConfig(source, None).source_and_step[0], "source"))
@@ -53,6 +53,9 @@ def get_config(argument: str | None = None) -> ConfigDict:
     if choice["processor"] == "dape":
         chosen["processor"] |= {"init": "identity"}
     spec["model"] |= {field: chosen[field] for field in given}
+    if choice["seed"] != -1:  # else that of the source
+        for section in ("train", "data"):
+            spec[section]["seed"] = choice["seed"]
     if "rotary" in given:  # of all layers, or in place of learned positions
         spec["model"] |= {"alternate_rotary": None, "learned_positions": None}
     return ConfigDict(spec | {"mesh": common.MESH, "init": dataclasses.asdict(InitConfig(source, None))})

@@ -45,6 +45,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     size, choice = common.parse_size(argument or "125m", SIZES, train_length=512)
     train_length = choice["train_length"]
     return common.make(
+        seed=choice["seed"],
         model=dict(
             **SIZES[size],
             **GPT_NEOX,

@@ -24,6 +24,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     """Return the recipe's config for an argument; see the module's docstring."""
     choice = common.parse_argument(argument, **common.METHOD | dict(bias="kerple", processor="dape"))
     return common.make(
+        seed=choice["seed"],
         model=dict(
             num_layers=4,
             width=128,

@@ -27,11 +27,11 @@ from dape_jax.errors import require
 
 def get_config(argument: str | None = None) -> ConfigDict:
     """Return the recipe's config for an argument; see the module's docstring."""
-    choice = common.parse_argument(argument, source="", bias="alibi", percent=40.0)
+    choice = common.parse_argument(argument, source="", bias="alibi", percent=40.0, seed=-1)
     allowed = "must be bias=alibi or bias=kerple; for other methods use configs/continued.py"
     require(choice["bias"] in ("alibi", "kerple"), "config argument", f"bias={choice['bias']}", allowed)
     require(0 < choice["percent"], "config argument", f"percent={choice['percent']}", "must be positive")
-    method = f"rotary=none,bias={choice['bias']},processor=dape,kernel=3"
+    method = f"rotary=none,bias={choice['bias']},processor=dape,kernel=3,seed={choice['seed']}"
     spec = continued.get_config(f"source={choice['source']},{method}").to_dict()
     rate, num_steps = spec["optimizer"]["learning_rate"], spec["train"]["num_steps"]
     constant = {"schedule": "cosine", "final_fraction": 1.0, "decay_steps": 0}

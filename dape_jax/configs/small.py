@@ -37,6 +37,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     # Experiments have one CPU core each: few rows with DAPE, so that the hidden features fit in its cache.
     block_size = 8 if choice["processor"] == "dape" else 32
     return common.make(
+        seed=choice["seed"],
         model=dict(
             **SIZES[size],
             **GPT_NEOX,
