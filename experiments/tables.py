@@ -14,7 +14,8 @@ from statistics import fmean
 from typing import Any
 
 from dape_jax.data.store import read_errors
-from dape_jax.evaluation.perplexity import PROTOCOLS
+from dape_jax.evaluation.figures import table_of
+from dape_jax.evaluation.options import Options
 from dape_jax.fields import sections
 from experiments.catalogue import EXPERIMENTS
 from experiments.methods import NOT_IN_PAPER, paper_tables
@@ -137,11 +138,11 @@ def table6() -> str:
 # ---- evaluations
 
 
-def evaluation(name: str) -> str:
-    """Return the table that `eval.py` printed for DIRECTORY/lengths.json, delta.json or positions.json."""
-    stem = name.rpartition("/")[2]
-    (protocol,) = [each for each in PROTOCOLS.values() if each.stem == stem]
-    header, *rows = protocol.table(read(f"{name}.json")["runs"]).rows
+def evaluation(name: str, baseline: str | None = None) -> str:
+    """Return the table that `eval.py` prints for DIRECTORY/lengths.json, delta.json or positions.json."""
+    _, (_, (header, *rows), _) = table_of(
+        name.rpartition("/")[2], read(f"{name}.json")["runs"], Options(baseline=baseline)
+    )
     return table(header, rows)
 
 

@@ -20,6 +20,7 @@ from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
+from matplotlib.figure import Figure
 from test_command_lines import run as run_command
 
 from dape_jax import provenance
@@ -28,7 +29,8 @@ from dape_jax.data.batches import train_batches
 from dape_jax.data.store import Sidecar, TokenStore
 from dape_jax.data.tokenizers import save_tokenizer, train_bpe
 from dape_jax.errors import InputError
-from dape_jax.evaluation import figures, perplexity, programs, report, trained
+from dape_jax.evaluation import figures, perplexity, programs, report, statistics, trained
+from dape_jax.evaluation.comparison import compare_perplexities
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.perplexity import choose_windows, compile_lengths, score_windows, window_batch
 from dape_jax.evaluation.programs import available_bytes, model_at, padded_batches, predicted_bytes, run_in_batches
@@ -39,6 +41,7 @@ from dape_jax.evaluation.statistics import (
     bin_ends,
     delta_result,
     length_result,
+    lengths_of,
     positions_result,
 )
 from dape_jax.evaluation.trained import TrainedModel, corpora_of, read_trained
@@ -167,6 +170,22 @@ def test_a_sample_of_windows_is_of_random_documents_from_their_ends():
     assert choose_windows(store, 30, 5) == windows[:5]
 
 
+def test_bytes_of_the_scored_tokens_are_counted():
+    """Document 0 has the bytes 0 to 39; those of document 1 decode to nothing."""
+    store = store_of([40, 40])
+    windows = choose_windows(store, 16, 4)
+    for window in windows:
+        np.testing.assert_array_equal(
+            window.scored(store, 5), window_batch(store, [window], 16, np.arange(1))["targets"][0, -5:]
+        )
+    assert perplexity.scored_bytes(store, windows, 5) == 5 * [window.document for window in windows].count(0) > 0
+    for first in (None, 7):
+        strided = perplexity.strided_windows(store, 16, 8, first)
+        scored = np.concatenate([window.scored(store, 16) for window in strided if window.document == 0])
+        assert scored.tolist() == list(range(1 if first is None else 0, 39))
+    assert statistics.bits_per_byte(math.log(2) * 6, 3) == {"bits_per_byte": pytest.approx(2), "num_bytes": 3}
+
+
 # ---- statistics
 
 
@@ -287,10 +306,10 @@ def test_a_model_that_diverged_does_not_affect_the_others(tmp_path, protocol, lo
     lengths = (64,) if protocol == "positions" else (16, 32)
     scored = {length: rng.normal(2, 0.1, (4, 64 if protocol == "positions" else 16)) for length in lengths}
     diverged = {length: nll * loss for length, nll in scored.items()}
-    stem, _, result, table = perplexity.PROTOCOLS[protocol]
+    stem, _, result = perplexity.PROTOCOLS[protocol]
     about = {"train_length": 16, "last_tokens": 16}
     both = [about | {"name": name} | result(documents, nll, 16) for name, nll in (("bad", diverged), ("good", scored))]
-    paths = report.save(stem, tmp_path, {"runs": both}, *table(both))
+    paths = figures.save(stem, tmp_path, both, Options())
     first, second = read_runs(tmp_path, stem)
     assert second == report.json_values(both[1])
     word = "nan" if math.isnan(loss) else "inf"
@@ -312,9 +331,113 @@ def test_figures_leave_out_points_that_cannot_be_drawn(value):
     _, rows, figure = figures.perplexity_table([run])
     assert report.number(value) in rows[1][2]
     assert len(rows[1][2]) < 40
-    (line,) = [line for line in figure.axes[0].get_lines() if len(line.get_ydata()) == 2 and line.get_marker() == "o"]
+    (line,) = [
+        line for line in figure.axes[0].get_lines() if len(line.get_ydata()) == 2 and line.get_marker() != "None"
+    ]
     assert np.isfinite(line.get_ydata()).tolist() == [True, value == 1e99]
-    report.png_of(figure)  # a name that matplotlib would read as a formula
+    report.image_of(figure, "png")  # a name that matplotlib would read as a formula
+
+
+# ---- comparisons from a report's JSON
+
+QUICKSTART = Path(__file__).parents[1] / "results/quickstart/lengths.json"
+
+
+def seeds_of(nats: np.ndarray, name: str, config: str) -> list[dict[str, Any]]:
+    """Return the results of one run for each seed, [seeds, windows], two windows a document and 16 tokens a window."""
+    documents = np.repeat(np.arange(nats.shape[1] // 2), 2)
+    identity = {"train_length": 8, "last_tokens": 16, "rotary": "rope", "config": config, "method": name}
+    return [
+        identity
+        | {"name": f"{name}-seed{seed}", "seed": seed}
+        | lengths_of(documents, {16: row[:, None] / 16 + np.zeros(16)}, 8)
+        for seed, row in enumerate(nats)
+    ]
+
+
+def test_paired_differences_are_those_of_the_saved_windows():
+    """Compute the mean and its bootstrap over documents by hand."""
+    runs = report.read_results(epath.Path(QUICKSTART))
+    _, ours = compare_perplexities(runs, Options(baseline="kerple"))
+    documents, rng = np.array(runs[0]["documents"]), np.random.default_rng(1)
+    assert [each["length"] for each in ours["differences"]] == [64, 128, 256, 512, 1024, 2048]
+    for found, theirs, other in list(zip(ours["differences"], runs[0]["lengths"], runs[1]["lengths"], strict=True))[
+        ::5
+    ]:
+        nats = np.array(other["window_nats"]) - np.array(theirs["window_nats"])
+        assert found["nats"] == pytest.approx(nats.mean() / 64)
+        of_document = [nats[documents == each] for each in set(documents)]
+        draws = [rng.choice(len(of_document), len(of_document)) for _ in range(1000)]
+        means = [np.concatenate([of_document[each] for each in draw]).mean() / 64 for draw in draws]
+        width = found["high"] - found["low"]
+        assert [found["low"], found["high"]] == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.1 * width)
+        assert found["high"] < 0
+        assert width < math.log(other["high"] / other["low"]) / 3  # far narrower than the intervals of the runs
+
+
+def test_seeds_are_one_method_with_an_interval_over_seeds_and_documents():
+    rng = np.random.default_rng(0)
+    easy = rng.normal(32, 4, 80)  # the same for all runs: it cancels in differences
+    spread = np.array([[-3.0], [0.0], [3.0]])
+    runs = seeds_of(easy + spread, "kerple", "a") + seeds_of(easy + spread - 1.6, "dape1x3-kerple", "b")
+    base, ours = compare_perplexities(runs, Options(baseline="kerple-seed1"))
+    assert (base["name"], base["runs"]) == ("kerple", ["kerple-seed0", "kerple-seed1", "kerple-seed2"])
+    (length,) = base["lengths"]
+    assert math.log(length["perplexity"]) == pytest.approx(easy.mean() / 16)
+    t, of_documents = 4.303 * 3 / math.sqrt(3) / 16, 1.96 * easy.std() / math.sqrt(80) / 16
+    assert math.log(length["high"] / length["perplexity"]) == pytest.approx(math.hypot(t, of_documents), rel=0.15)
+    assert ours["differences"] == [
+        {"length": 16, "nats": pytest.approx(-0.1), "low": pytest.approx(-0.1)}
+        | {"high": pytest.approx(-0.1), "seeds": 3}
+    ]
+    assert [len(axes.get_lines()[0].get_xdata()) for axes in figures.perplexity_table([base, ours]).figure.axes] == [
+        1,
+        1,
+    ]
+    _, (_, rows, figure) = figures.table_of("lengths", runs, Options(labels=("kerple=Kerple",)))
+    assert [row[:2] for row in rows] == [["", "seeds"], ["Kerple", "3"], ["dape1x3-kerple", "3"]]
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["Kerple", "dape1x3-kerple"]
+    assert len(compare_perplexities(runs, Options(group_seeds=False))) == 6
+    with pytest.raises(InputError, match=r"--baseline = 'fire': must be one of the runs .*kerple-seed0, .*, kerple"):
+        compare_perplexities(runs, Options(baseline="fire"))
+
+
+def test_runs_are_one_method_if_their_configs_differ_only_in_seeds(root):
+    one, other, longer = (
+        untrained(root, **changes).identity
+        for changes in ({}, {"train__seed": 3, "data__seed": 4, "train__max_to_keep": 7}, {"train__num_steps": 9})
+    )
+    assert one["config"] == other["config"] != longer["config"]
+    assert (one["seed"], other["seed"], one["method"]) == (0, 3, "dape1x3-kerple")
+
+
+def test_a_figure_is_drawn_again_from_the_json_and_its_pdf_has_truetype_fonts(tmp_path):
+    options = {"baseline": "kerple", "labels": ("kerple=A",), "format": ("pdf", "svg", "md")}
+    drawn = figures.redraw(epath.Path(QUICKSTART), Options(**options), epath.Path(tmp_path))
+    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".md", ".pdf", ".png", ".svg"]
+    assert "dape1x3-kerple - A, nats" in drawn.table
+    pdf = (tmp_path / "lengths.pdf").read_bytes()
+    assert b"/FontFile2" in pdf
+    assert b"/Type3" not in pdf
+    content = json.loads(QUICKSTART.read_text())["runs"]
+    saved = figures.save("lengths", tmp_path, content, Options(**options))
+    assert saved.table == drawn.table
+    assert (tmp_path / "lengths.pdf").read_bytes() == pdf
+    assert json.loads((tmp_path / "lengths.json").read_text())["methods"][1]["differences"][0]["seeds"] == 1
+    for name, words in (("other", "must be lengths.json"), ("delta", "must be the JSON of an evaluation")):
+        with pytest.raises(InputError, match=words):
+            figures.redraw(epath.Path(tmp_path / f"{name}.json"), Options(), None)
+
+
+def test_the_label_of_a_train_length_is_inside_the_frame():
+    for length in (16, 64, 1024):
+        axes = Figure(figsize=(4, 3)).subplots()
+        axes.plot([16, 64, 1024], [1, 2, 3])
+        figures.lengths_axis(axes, [16, 64, 1024])
+        figures.mark_train_lengths(axes, [length])
+        axes.figure.draw_without_rendering()
+        (text,) = axes.texts
+        assert axes.bbox.x0 <= text.get_window_extent().x0 < text.get_window_extent().x1 <= axes.bbox.x1
 
 
 # ---- scores
@@ -411,6 +534,8 @@ def test_two_evaluations_agree_to_the_bit_and_compare_methods(runs, tmp_path, ca
             assert result["low"] < result["perplexity"] < result["high"]
             assert cell == f"{result['perplexity']:.2f} [{result['low']:.2f}, {result['high']:.2f}]"
             assert cell in written.table
+            assert result["bits_per_byte"] == result["nll_nats"] / result["num_bytes"] / math.log(2)
+            assert result["num_tokens"] - result["num_windows"] <= result["num_bytes"] < result["num_tokens"]
             assert cell in (output / "lengths.md").read_text()
     figure = matplotlib.image.imread(output / "lengths.png")
     assert figure.shape[0] > 300
@@ -607,7 +732,12 @@ OPTIONS = {
     "step": ({"step": "3"}, r"step = '3': must be one of \['newest', 'best', '2', '4'\]"),
     "protocol": ({"protocol": "deltas"}, r"protocol = 'deltas': must be one of \['perplexity', 'delta', 'positions'\]"),
     "split": ({"split": "test"}, r"split = 'test': must be one of \['train', 'validation', 'all'\]"),
-    "format": ({"format": ("pdf",)}, r"format = \('pdf',\): must be of \['csv', 'md'\]"),
+    "format": ({"format": ("eps",)}, r"format = \('eps',\): must be of \['csv', 'md', 'pdf', 'png', 'svg'\]"),
+    "baseline": ({"baseline": "fire"}, "--baseline = 'fire': must be one of the runs dape, none"),
+    "baseline of deltas": ({"protocol": "delta", "baseline": "none"}, "baseline = 'none': must not be given"),
+    "labels": ({"labels": ("none",)}, r"labels = \('none',\): must be run=Name"),
+    "unknown label": ({"labels": ("fire=FIRE",)}, "--labels = 'fire': must be one of the runs dape, none"),
+    "equal labels": ({"labels": ("none=A", "dape=A")}, r"--labels = \['A', 'A'\]: must be different names"),
     "delta tokens": ({"protocol": "delta", "last_tokens": 8}, "last_tokens = 8: .*--protocol=delta"),
     "position tokens": ({"protocol": "positions", "last_tokens": 8}, "last_tokens = 8: .*--protocol=positions"),
     "delta lengths": ({"protocol": "delta", "lengths": (8, 16)}, r"evaluation.lengths = \(8, 16\): .*train length, 16"),

@@ -19,10 +19,9 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.stages import Wrapped
 from jaxtyping import Array, Int
-from matplotlib.figure import Figure
 
 from dape_jax.config import TaskRunConfig
-from dape_jax.evaluation import figures, report
+from dape_jax.evaluation import comparison, figures, report
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, run_in_batches
 from dape_jax.evaluation.trained import TrainedModel, read_models, require_same, restore
@@ -35,8 +34,6 @@ from dape_jax.tasks.tapes import EVALUATION, Batch, TaskConfig, make_tapes
 from dape_jax.training.step import abstract_params, positions_of
 
 logger = logging.getLogger(__name__)
-
-TABLE_LENGTHS = (10, 20, 40, 100, 200, 300, 400, 500)  # columns of the table, if there are more than 8 lengths
 
 
 def evaluate_tasks(
@@ -58,6 +55,8 @@ def evaluate_tasks(
     for model in models:
         check_mesh(make_mesh(model.mesh), {"T": ("evaluation.pad_to", model.run.evaluation.pad_to)})
 
+    identities = [model.identity | {"task": model.run.data.task} for model in models]
+    comparison.methods_of(identities, options)  # refuses wrong names
     directory = make_results_directory(output or report.common_directory(workdirs))
     programs = [compile_tapes(model) for model in models]  # before any parameters are read, as in `perplexity.py`
     results = []
@@ -65,7 +64,7 @@ def evaluate_tasks(
         model_mesh, params = restore(model)
         results.append(task_result(model, answer_tapes(model, by_tokens, params, model_mesh)))
         del params  # before the next model's are read
-    return report.save("accuracy", directory, {"runs": results}, *accuracy_table(results), options.format)
+    return figures.save("accuracy", directory, results, options)
 
 
 # ---- tapes
@@ -220,11 +219,8 @@ def task_result(trained: TrainedModel[TaskRunConfig], lengths: list[dict[str, An
         return math.fsum(chosen) / len(chosen) if chosen else None
 
     run, train_length = trained.run, trained.run.train.train_length
-    return {
+    return trained.identity | {
         "task": run.data.task,
-        "name": trained.name,
-        "workdir": str(trained.workdir),
-        "step": trained.step,
         "train_length": train_length,
         "random_accuracy": run.data.of.random_accuracy,
         "dropout": run.evaluation.dropout,
@@ -232,59 +228,3 @@ def task_result(trained: TrainedModel[TaskRunConfig], lengths: list[dict[str, An
         "trained": mean(0, train_length),
         "score": mean(train_length, math.inf),
     }
-
-
-# ---- table and figure
-
-
-def percent(accuracy: float | None) -> str:
-    """Return an accuracy as the paper's table prints it, or a dash for None."""
-    return "-" if accuracy is None else f"{100 * accuracy:.2f}"
-
-
-def accuracy_table(results: report.Results) -> report.Table:
-    """Return a row for each model: its means, and its accuracy at some lengths."""
-    train_length, lengths = results[0]["train_length"], [result["length"] for result in results[0]["lengths"]]
-    shown = [length for length in lengths if length in TABLE_LENGTHS] if len(lengths) > 8 else lengths
-    chances = {run["task"]: run["random_accuracy"] for run in results}
-    task = ["task"] if len(chances) > 1 else []
-    rows = [["", *task, f"<= {train_length}", f"> {train_length}", *map(str, shown)]]
-    for run in results:
-        at = {result["length"]: percent(result["accuracy"]) for result in run["lengths"]}
-        means = [percent(run["trained"]), percent(run["score"])]
-        rows.append([run["name"], *(run[name] for name in task), *means, *(at[length] for length in shown)])
-    beyond = [length for length in lengths if length > train_length]
-    span = f", {beyond[0]} to {beyond[-1]}" if beyond else ""
-    dropout, num_sequences = ", dropout on" if results[0]["dropout"] else "", results[0]["lengths"][0]["num_sequences"]
-    caption = (
-        f"Accuracy in % by input length, trained on inputs of 1 to {train_length} symbols{dropout}; {num_sequences} "
-        f"sequences of each length. <= {train_length}: mean over {len(lengths) - len(beyond)} lengths; "
-        f"> {train_length}, the score: mean over {len(beyond)} lengths{span}. Chance: "
-        f"{', '.join(f'{percent(chance)} ({task})' for task, chance in chances.items())}."
-    )
-    return report.Table(caption, rows, plot(results))
-
-
-def plot(results: report.Results) -> Figure:
-    """Draw accuracy against length: a panel for each task, a line for each model, a dotted line for chance."""
-    tasks = list(dict.fromkeys(run["task"] for run in results))
-    across = min(3, len(tasks))
-    down = -(-len(tasks) // across)
-    figure = Figure(figsize=(2.2 + 4.2 * across, 0.8 + 3.2 * down), layout="constrained")
-    panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
-    for axes, task in zip(panels.ravel(), tasks, strict=False):
-        runs = [run for run in results if run["task"] == task]
-        for run, color in zip(runs, figures.distinct_colors(len(runs)), strict=True):
-            lengths = [result["length"] for result in run["lengths"]]
-            accuracies = [result["accuracy"] for result in run["lengths"]]
-            axes.plot(lengths, accuracies, marker=".", color=color, label=figures.label(run["name"]))
-            figures.band(axes, lengths, [(result["low"], result["high"]) for result in run["lengths"]], color)
-        axes.axvline(runs[0]["train_length"], linestyle="--", color="gray")
-        axes.axhline(runs[0]["random_accuracy"], linestyle=":", color="gray", label="chance")
-        axes.set(title=task.replace("_", " "), ylim=(-0.03, 1.05), xlabel="input length N (symbols)")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    for axes in panels.ravel()[len(tasks) :]:
-        axes.remove()
-    panels[0, 0].set_ylabel("accuracy (dashed: train length)")
-    return figure

@@ -1,6 +1,6 @@
-"""Tables and figures of perplexity by length, gain from context and loss by position; parts of other figures.
+"""Tables and figures of perplexity by length, gain from context, loss by position and accuracy; parts of other figures.
 
-In: one result for each model. Out: a `Table` for `report.py`. Next: `perplexity.py`.
+In: one result for each run. Out: a `Table` for `report.py`. Next: `perplexity.py`.
 """
 
 import math
@@ -8,13 +8,22 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import matplotlib
+from etils import epath
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.typing import ColorType
 
-from dape_jax.evaluation.report import Results, Table, number, with_interval
+from dape_jax.errors import require
+from dape_jax.evaluation import report
+from dape_jax.evaluation.comparison import compare_accuracies, compare_perplexities, label_runs
+from dape_jax.evaluation.options import Options
+from dape_jax.evaluation.report import ReportPaths, Results, Table, number, with_interval
+from dape_jax.evaluation.statistics import BINS_PER_OCTAVE
+from dape_jax.evaluation.styles import styles_of
 
+TABLE_LENGTHS = (10, 20, 40, 100, 200, 300, 400, 500)  # columns of the accuracies, if there are more than 8 lengths
+LOG_FROM = 3  # an axis is logarithmic if its largest value is more than this times its smallest
 DRAWN_BELOW = 1e100  # figures omit larger numbers: matplotlib computes with their multiples
 
 
@@ -31,14 +40,39 @@ def perplexity_table(results: Results) -> Table:
         f"{_sample(lengths[-1])}, {lengths[-1]['num_tokens']:,} scored tokens{fewer and f' ({fewer})'}; "
         "95 % bootstrap intervals over documents."
     )
-    rows = [["", *(str(each["length"]) for each in lengths)]]
-    rows += [[run["name"], *(with_interval(each, "perplexity") for each in run["lengths"])] for run in results]
-    label = "perplexity of all tokens" if "stride" in results[0] else f"perplexity of the last {last_tokens} tokens"
-    figure, axes = plot_by_length(results, "lengths", "perplexity", label)
+    seeds = [len(run["runs"]) if "runs" in run else 1 for run in results]
+    differences = [run for run in results if "differences" in run]
+    if max(seeds) > 1:
+        caption += " Over several seeds: exp(mean loss), with the interval over documents and seeds."
+    if differences:
+        base = differences[0]["baseline"]
+        caption += f" Differences: loss minus that of {base} on the same windows, in nats per token."
+    rows = [["", *["seeds"] * (max(seeds) > 1), *(str(each["length"]) for each in lengths)]]
+    for run, num_seeds in zip(results, seeds, strict=True):
+        of_run = [[run["name"], *(with_interval(each, "perplexity") for each in run["lengths"])]]
+        if all("num_bytes" in each and each["num_bytes"] > each["num_tokens"] for each in run["lengths"]):
+            of_run.append(
+                [f"{run['name']}, bits per byte", *(f"{each['bits_per_byte']:.4f}" for each in run["lengths"])]
+            )
+        if "differences" in run:
+            cells = (with_interval(each, "nats", "+.3f") for each in run["differences"])
+            of_run.append([f"{run['name']} - {run['baseline']}, nats", *cells])
+        rows += [[first, *[str(num_seeds)] * (max(seeds) > 1), *cells] for first, *cells in of_run]
+    ylabel = "perplexity of all tokens" if "stride" in results[0] else f"perplexity of the last {last_tokens} tokens"
+    figure = Figure(figsize=(6.4, 6.4 if differences else 4.0), layout="constrained")
+    axes, *below = figure.subplots(2 if differences else 1, sharex=True, squeeze=False)[:, 0]
+    plot_by_length(axes, results, "lengths", "perplexity", ylabel)
     perplexities = only_drawn(each["perplexity"] for run in results for each in run["lengths"])
-    if perplexities and max(perplexities) > 5 * min(perplexities):
+    if perplexities and max(perplexities) > LOG_FROM * min(perplexities):
         log_y_axis(axes)
-    mark_train_lengths(axes, [run["train_length"] for run in results])
+    for panel in below:
+        label = f"loss minus that of {differences[0]['baseline']} (nats)"
+        plot_by_length(panel, results, "differences", "nats", label)
+        panel.axhline(0, color="gray", linewidth=1, zorder=1.9)
+        panel.get_legend().remove()
+        axes.set_xlabel("")
+    for panel in (axes, *below):
+        mark_train_lengths(panel, [run["train_length"] for run in results])
     return Table(caption, rows, figure)
 
 
@@ -60,7 +94,9 @@ def delta_table(results: Results) -> Table:
             [f"ΔP({length})", *(with_interval(each, "delta") for each in deltas)],
         ]
     ylabel = f"ΔP of the last {train_length} tokens (> 0: context helps)"
-    figure, axes = plot_by_length(results, "deltas", "delta", ylabel)
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.subplots()
+    plot_by_length(axes, results, "deltas", "delta", ylabel)
     if max(map(abs, only_drawn(each["delta"] for run in results for each in run["deltas"])), default=0) > 10:
         axes.set_yscale("symlog", linthresh=1)  # a model that breaks would flatten the others
     axes.axhline(0, color="gray", linewidth=1, zorder=1.9)  # below the curves
@@ -78,16 +114,17 @@ def positions_table(results: Results) -> Table:
     rows = [["", "around the train length", f"{first['length'] // 2}..{first['length']}", "breaks at"]]
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.subplots()
-    for run in results:
+    for run, style in zip(results, styles_for(results), strict=True):
         found = run["positions"]
         bins, breaks_at = found["bins"], found["breaks_at"]
         losses = f"{found['reference_nats']:.3f}", f"{found['last_octave_nats']:.3f}"
         rows.append([run["name"], *losses, "-" if breaks_at is None else str(breaks_at)])
         last = [each["last"] for each in bins]
-        (line,) = axes.plot(last, [each["smoothed_nats"] for each in bins], label=label(run["name"]))
-        axes.plot(last, [each["nll_nats"] for each in bins], ".", color=line.get_color(), markersize=3, alpha=0.35)
+        color, smoothed = style["color"], [each["smoothed_nats"] for each in bins]
+        axes.plot(last, smoothed, label=escaped(run["name"]), **style, markevery=BINS_PER_OCTAVE)
+        axes.plot(last, [each["nll_nats"] for each in bins], ".", color=color, markersize=3, alpha=0.35)
         for broken in (each for each in bins if each["first"] == breaks_at):
-            axes.plot(broken["last"], broken["smoothed_nats"], "X", color=line.get_color(), markersize=9)
+            axes.plot(broken["last"], broken["smoothed_nats"], "x", color=color, markersize=11, markeredgewidth=3)
     axes.set_xlabel("position in the window (tokens)")
     axes.set_ylabel("loss (nats)")
     lengths_axis(axes, [2**octave for octave in range(first["length"].bit_length())])
@@ -104,19 +141,90 @@ def _sample(result: dict[str, Any]) -> str:
     return f"{result['num_windows']} sequences from {result['num_documents']} documents"
 
 
-def plot_by_length(results: Results, name: str, field: str, ylabel: str) -> tuple[Figure, Axes]:
+def plot_by_length(axes: Axes, results: Results, name: str, field: str, ylabel: str) -> None:
     """Draw a curve for each model, `run[name][i][field]` against the sequence length, with its intervals."""
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-    axes = figure.subplots()
-    lengths = [each["length"] for each in results[0][name]]
-    for run in results:
-        (line,) = axes.plot(lengths, drawn(each[field] for each in run[name]), marker="o", label=label(run["name"]))
-        band(axes, lengths, [(each["low"], each["high"]) for each in run[name]], line.get_color())
+    lengths = [each["length"] for each in next(run[name] for run in results if name in run)]
+    for run, style in zip(results, styles_for(results), strict=True):
+        if name in run:
+            axes.plot(lengths, drawn(each[field] for each in run[name]), label=escaped(run["name"]), **style)
+            band(axes, lengths, [(each["low"], each["high"]) for each in run[name]], style["color"])
     axes.set_xlabel("sequence length N (tokens)")
     axes.set_ylabel(ylabel)
     lengths_axis(axes, lengths)
     axes.legend()
-    return figure, axes
+
+
+# ---- accuracy
+
+
+def percent(accuracy: float | None) -> str:
+    """Return an accuracy as the paper's table prints it, or a dash for None."""
+    return "-" if accuracy is None else f"{100 * accuracy:.2f}"
+
+
+MEANS = ("trained", "score")
+
+
+def in_percent(difference: dict[str, Any]) -> dict[str, Any]:
+    """Return a difference of accuracies in per cent."""
+    ends = ("accuracy", "low", "high")
+    return {end: None if difference[end] is None else 100 * difference[end] for end in ends}
+
+
+def accuracy_table(results: Results) -> Table:
+    """Return a row for each model: its means, and its accuracy at some lengths."""
+    train_length, lengths = results[0]["train_length"], [result["length"] for result in results[0]["lengths"]]
+    shown = [length for length in lengths if length in TABLE_LENGTHS] if len(lengths) > 8 else lengths
+    chances = {run["task"]: run["random_accuracy"] for run in results}
+    task = ["task"] if len(chances) > 1 else []
+    rows = [["", *task, f"<= {train_length}", f"> {train_length}", *map(str, shown)]]
+    for run in results:
+        at = {result["length"]: percent(result["accuracy"]) for result in run["lengths"]}
+        means = [percent(run["trained"]), percent(run["score"])]
+        rows.append([run["name"], *(run[name] for name in task), *means, *(at[length] for length in shown)])
+        if "differences" in run:
+            differences = {each["mean"]: in_percent(each) for each in run["differences"]}
+            cells = [
+                with_interval(differences[part], "accuracy", "+.2f") if part in differences else "-" for part in MEANS
+            ]
+            rows.append(
+                [f"{run['name']} - {run['baseline']}", *(run[name] for name in task), *cells, *[""] * len(shown)]
+            )
+    beyond = [length for length in lengths if length > train_length]
+    span = f", {beyond[0]} to {beyond[-1]}" if beyond else ""
+    dropout, num_sequences = ", dropout on" if results[0]["dropout"] else "", results[0]["lengths"][0]["num_sequences"]
+    caption = (
+        f"Accuracy in % by input length, trained on inputs of 1 to {train_length} symbols{dropout}; {num_sequences} "
+        f"sequences of each length. <= {train_length}: mean over {len(lengths) - len(beyond)} lengths; "
+        f"> {train_length}, the score: mean over {len(beyond)} lengths{span}. Chance: "
+        f"{', '.join(f'{percent(chance)} ({task})' for task, chance in chances.items())}."
+    )
+    return Table(caption, rows, plot_accuracies(results))
+
+
+def plot_accuracies(results: Results) -> Figure:
+    """Draw accuracy against length: a panel for each task, a line for each model, a dotted line for chance."""
+    tasks = list(dict.fromkeys(run["task"] for run in results))
+    across = min(3, len(tasks))
+    down = -(-len(tasks) // across)
+    figure = Figure(figsize=(2.2 + 4.2 * across, 0.8 + 3.2 * down), layout="constrained")
+    panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
+    for axes, task in zip(panels.ravel(), tasks, strict=False):
+        runs = [run for run in results if run["task"] == task]
+        for run, style in zip(runs, styles_for(runs), strict=True):
+            lengths = [result["length"] for result in run["lengths"]]
+            accuracies = [result["accuracy"] for result in run["lengths"]]
+            axes.plot(lengths, accuracies, markersize=4, markevery=0.05, label=escaped(run["name"]), **style)
+            band(axes, lengths, [(result["low"], result["high"]) for result in run["lengths"]], style["color"])
+        axes.axvline(runs[0]["train_length"], linestyle="--", color="gray")
+        axes.axhline(runs[0]["random_accuracy"], linestyle=":", color="gray", label="chance")
+        axes.set(title=task.replace("_", " "), ylim=(-0.03, 1.05), xlabel="input length N (symbols)")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    for axes in panels.ravel()[len(tasks) :]:
+        axes.remove()
+    panels[0, 0].set_ylabel("accuracy (dashed: train length)")
+    return figure
 
 
 # ---- parts of figures
@@ -139,10 +247,15 @@ def only_drawn(values: Iterable[float]) -> list[float]:
     return [value for value in values if abs(value) < DRAWN_BELOW]
 
 
-def label(name: str) -> str:
+def styles_for(results: Results) -> list[dict[str, Any]]:
+    """Return colour, marker and line style of each result."""
+    return styles_of([run["style"] if "style" in run else run["name"] for run in results])
+
+
+def escaped(name: str) -> str:
     """Escape a name for matplotlib: $ would start a formula, and a leading _ would omit it from the legend."""
-    escaped = name.replace("$", r"\$")
-    return f" {escaped}" if escaped.startswith("_") else escaped
+    without_formula = name.replace("$", r"\$")
+    return f" {without_formula}" if without_formula.startswith("_") else without_formula
 
 
 def band(
@@ -176,9 +289,49 @@ def log_y_axis(axes: Axes) -> None:
 
 
 def mark_train_lengths(axes: Axes, lengths: Sequence[int]) -> None:
-    """Draw a vertical line at every train length."""
+    """Draw a vertical line at every train length; its label is on the side that has room for it."""
     for length in sorted(set(lengths)):
         axes.axvline(length, color="gray", linestyle="--", linewidth=1)
-        axes.annotate(
-            "train length", (length, 0.03), xycoords=("data", "axes fraction"), ha="left", va="bottom", fontsize=8
-        )
+        at = axes.transAxes.inverted().transform(axes.transData.transform((length, 1)))[0]
+        where = {"xy": (length, 0.03), "xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+        side = {"xytext": (3, 0), "ha": "left"} if at < 0.7 else {"xytext": (-3, 0), "ha": "right"}
+        axes.annotate("train length", **where, **side, va="bottom", fontsize=8)
+
+
+# ---- reports
+
+TABLES = {
+    "lengths": (compare_perplexities, perplexity_table),
+    "delta": (label_runs, delta_table),
+    "positions": (label_runs, positions_table),
+    "accuracy": (compare_accuracies, accuracy_table),
+}
+
+
+def table_of(stem: str, runs: Results, options: Options) -> tuple[Results, Table]:
+    """Return the results that are shown in place of the runs, and their table and figure."""
+    compare, make = TABLES[stem]
+    shown = compare(runs, options)
+    table = make(shown)
+    if "bos" in runs[0] and runs[0]["bos"] is not None and "stride" not in runs[0]:
+        table = table._replace(caption=f"{table.caption} The first token of each sequence is {runs[0]['bos']}.")
+    return shown, table
+
+
+def save(stem: str, directory: epath.PathLike, runs: list[dict[str, Any]], options: Options) -> ReportPaths:
+    """Write the report of an evaluation; `methods` of its JSON are seeds taken together, and differences."""
+    shown, table = table_of(stem, runs, options)
+    is_compared = any("runs" in each and (len(each["runs"]) > 1 or "differences" in each) for each in shown)
+    content = {"runs": runs} | ({"methods": shown} if is_compared else {})
+    return report.save(stem, directory, content, *table, options.format)
+
+
+def redraw(file: epath.Path, options: Options, output: epath.Path | None) -> ReportPaths:
+    """Write table and figure of an evaluation's JSON again, to its directory by default; the JSON is not changed.
+
+    Raises:
+        InputError: the file has no results.
+    """
+    require(file.stem in TABLES, "--plot", str(file), f"must be {', '.join(f'{stem}.json' for stem in TABLES)}")
+    _, table = table_of(file.stem, report.read_results(file), options)
+    return report.save_table(file.stem, output or file.parent, *table, options.format)

@@ -5,7 +5,7 @@ import dataclasses
 from dape_jax.command_line import flag
 from dape_jax.errors import require
 
-FORMATS = ("csv", "md")
+FORMATS = ("csv", "md", "pdf", "png", "svg")
 STEP_HELP = "Checkpoint: newest, best (lowest validation loss) or its number."
 
 
@@ -22,7 +22,13 @@ class Options:
         "Increasing sequence lengths in tokens (of a task: input lengths in symbols); 40-500/20 is 40, 60, 80 .. 500, "
         "and 1-40 is 1, 2, 3 .. 40. Those of the run's config if empty.",
     )
-    format: tuple[str, ...] = flag((), "Further files with the table: csv, md.")
+    format: tuple[str, ...] = flag((), "Further files: csv, md with the table; pdf, svg with the figure of the png.")
+    baseline: str | None = flag(
+        None,
+        "Run to which the others are compared by paired differences: in nats, on the same windows, at each length.",
+    )
+    group_seeds: bool = flag(True, "Show runs whose configs differ only in seeds as one method: mean and interval.")
+    labels: tuple[str, ...] = flag((), "Names of runs in table and figure: run=Name,other=Another name.")
     # Of language models.
     last_tokens: int | None = flag(None, "Scored tokens of a sequence; that of the run's config if unset.")
     max_windows: int | None = flag(None, "Maximum number of scored sequences; that of the run's config if unset.")
@@ -57,7 +63,13 @@ class Options:
     )
     dropout: bool | None = flag(None, "For runs on tasks: whether dropout stays on; as in the run's config if unset.")
 
+    @property
+    def names(self) -> dict[str, str]:
+        """Labels by the name of the run."""
+        return dict(label.split("=", 1) for label in self.labels)
+
     def __post_init__(self):
+        require(all("=" in label for label in self.labels), "labels", self.labels, "must be run=Name,other=Name")
         require(set(self.format) <= set(FORMATS), "format", self.format, f"must be of {list(FORMATS)}, or none")
         splits = ["train", "validation", "all"]
         require(self.split in splits, "split", self.split, f"must be one of {splits}")

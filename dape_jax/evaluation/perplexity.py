@@ -33,7 +33,7 @@ from dape_jax.config import RunConfig
 from dape_jax.data.conventions import saved_conventions
 from dape_jax.data.store import TokenStore, joined, verify_stores
 from dape_jax.errors import require
-from dape_jax.evaluation import figures, report, statistics
+from dape_jax.evaluation import comparison, figures, report, statistics
 from dape_jax.evaluation.config import EvaluationConfig
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, model_at, run_in_batches
@@ -80,16 +80,15 @@ def longest_window(evaluation: EvaluationConfig, train_length: int) -> Evaluatio
 class Protocol(NamedTuple):
     """One question about language models."""
 
-    stem: str  # name of the files of its report
+    stem: str  # name of the files of its report, and of its table in `figures.TABLES`
     windows: Callable[[EvaluationConfig, int], EvaluationConfig]  # config and train length -> what is scored
     result: Callable[[statistics.Documents, NllByLength, int], dict[str, Any]]  # scores and train length -> statistics
-    table: Callable[[report.Results], report.Table]
 
 
 PROTOCOLS = {
-    "perplexity": Protocol("lengths", as_configured, statistics.lengths_of, figures.perplexity_table),
-    "delta": Protocol("delta", from_train_length, statistics.deltas_of, figures.delta_table),
-    "positions": Protocol("positions", longest_window, statistics.positions_of, figures.positions_table),
+    "perplexity": Protocol("lengths", as_configured, statistics.lengths_of),
+    "delta": Protocol("delta", from_train_length, statistics.deltas_of),
+    "positions": Protocol("positions", longest_window, statistics.positions_of),
 }
 
 
@@ -117,6 +116,8 @@ def evaluate(
     protocol, last_tokens = PROTOCOLS[options.protocol], options.last_tokens
     allowed = f"must not be given with --protocol={options.protocol}, which has its own number of scored tokens"
     require(last_tokens is None or protocol.windows is as_configured, "last_tokens", last_tokens, allowed)
+    allowed = "must not be given with --protocol"
+    require(options.baseline is None or protocol.stem == "lengths", "baseline", options.baseline, allowed)
     models = read_models(RunConfig, workdirs, options, mesh, "lengths", "last_tokens", "max_windows")
     if options.stride is not None:
         require(protocol.windows is as_configured, "stride", options.stride, "must not be given with --protocol")
@@ -143,6 +144,17 @@ def evaluate(
         shortest = 3 if first is None else 2  # with the end of the document, which is not scored
         facts = {"stride": options.stride, "bos": bos}
     documents = np.array([window.document for window in windows])
+    facts |= {"last_tokens": evaluation.last_tokens, "split": options.split}
+    identities = [
+        [
+            model.identity
+            | {"name": variant_name(model, rotary), "train_length": model.run.train.train_length}
+            | {"rotary": rotary, "data": digest, **facts}
+            for rotary in chosen
+        ]
+        for model, digest, chosen in zip(models, digests, variants, strict=True)
+    ]
+    comparison.methods_of([each for of_model in identities for each in of_model], options)  # refuses wrong names
     counts = store.num_documents, store.num_tokens, int((np.diff(store.offsets) < shortest).sum())
     message = "text: %s documents (%s tokens); %s of them are left out, being shorter than %s tokens"
     logger.info(message, *(f"{count:,}" for count in (*counts, shortest)))
@@ -153,23 +165,22 @@ def evaluate(
         {rotary: compile_lengths(model, rotary, len(windows)) for rotary in chosen}
         for model, chosen in zip(models, variants, strict=True)
     ]
-    results = []
-    for model, digest, by_rotary in zip(models, digests, programs, strict=True):
+    results, num_bytes = (
+        [],
+        {n: scored_bytes(store, windows, min(n, evaluation.last_tokens)) for n in evaluation.lengths},
+    )
+    for model, of_model, compiled in zip(models, identities, programs, strict=True):
         mesh_of_model, params = restore(model)
-        for rotary, compiled in by_rotary.items():
-            name, train_length = variant_name(model, rotary), model.run.train.train_length
-            nll = score_windows(compiled, params, mesh_of_model, store, windows, name)
+        for identity in of_model:
+            nll = score_windows(compiled[identity["rotary"]], params, mesh_of_model, store, windows, identity["name"])
             if strided:
                 nll = {length: mask_unscored(scored, strided) for length, scored in nll.items()}
-            identity = {"name": name, "workdir": str(model.workdir), "step": model.step, "train_length": train_length}
-            identity |= {"rotary": rotary, "last_tokens": evaluation.last_tokens, "data": digest}
-            identity |= {"split": options.split, **facts}
-            results.append(identity | protocol.result(documents, nll, train_length))
+            result = protocol.result(documents, nll, identity["train_length"])
+            for each in result["lengths"] if "lengths" in result and store.tokenizer.decodes_tokens_alone else ():
+                each |= statistics.bits_per_byte(each["nll_nats"], num_bytes[each["length"]])
+            results.append(identity | result)
         del params  # before the next model's are read
-    table = protocol.table(results)
-    if bos is not None and not strided:
-        table = table._replace(caption=f"{table.caption} The first token of each sequence is {bos}.")
-    return report.save(protocol.stem, directory, {"runs": results}, *table, options.format)
+    return figures.save(protocol.stem, directory, results, options)
 
 
 # ---- models, variants and corpora
@@ -266,6 +277,10 @@ class ScoredWindow:
         tokens = store.document(self.document)[self.end - length - 1 : self.end].astype(np.int32)
         return tokens if self.first is None else np.concatenate([[np.int32(self.first)], tokens[1:]])
 
+    def scored(self, store: TokenStore, last_tokens: int) -> Int[np.ndarray, "scored"]:
+        """Return the scored tokens."""
+        return self.tokens(store, last_tokens)[1:]
+
 
 def choose_windows(store: TokenStore, longest: int, max_windows: int) -> list[ScoredWindow]:
     """Return non-overlapping windows of the longest length, from the end of each document backwards.
@@ -318,6 +333,11 @@ class StridedWindow:
         tokens = text[self.start : self.end].astype(np.int32)
         return np.pad(tokens, (0, length + 1 - len(tokens)))
 
+    def scored(self, store: TokenStore, last_tokens: int) -> Int[np.ndarray, "scored"]:
+        """Return the scored tokens."""
+        shift = 0 if self.first is None else 1
+        return store.document(self.document)[self.begin - shift : self.end - shift].astype(np.int32)
+
 
 def strided_windows(store: TokenStore, length: int, stride: int, first: int | None) -> list[StridedWindow]:
     """Return windows of at most `length` tokens that score each token of every document once, but its first.
@@ -338,6 +358,12 @@ def strided_windows(store: TokenStore, length: int, stride: int, first: int | No
                 break
     require(bool(windows), "data", str(store.directory), "must have a document of two tokens")
     return windows
+
+
+def scored_bytes(store: TokenStore, windows: Sequence[ScoredWindow | StridedWindow], last_tokens: int) -> int:
+    """Return the number of bytes that the scored tokens of all windows decode to."""
+    tokenizer = store.tokenizer
+    return sum(len(tokenizer.decode(window.scored(store, last_tokens))) for window in windows)
 
 
 def mask_unscored(nll: np.ndarray, windows: Sequence[StridedWindow]) -> np.ndarray:

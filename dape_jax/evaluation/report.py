@@ -14,11 +14,12 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import matplotlib
 from etils import epath
 from matplotlib.figure import Figure
 
 from dape_jax.errors import require
-from dape_jax.files import write_atomically
+from dape_jax.files import read_json, write_atomically
 from dape_jax.provenance import provenance
 from dape_jax.storage import absolute
 
@@ -54,24 +55,59 @@ def save(
 ) -> ReportPaths:
     """Write the files to an existing directory, replacing those of the same stem, and print the table.
 
-    Commit, command, device and versions are added to the content of the JSON. `formats` are further files: csv, md.
+    Commit, command, device and versions are added to the content of the JSON. `formats` are further files, of the table
+    (csv, md) or the figure (pdf, svg).
     """
+    content = json_values(content | provenance("flax"))
+    write_atomically(epath.Path(directory) / f"{stem}.json", (json.dumps(content, indent=1) + "\n").encode())
+    return save_table(stem, directory, caption, rows, figure, formats)
+
+
+def save_table(
+    stem: str,
+    directory: epath.PathLike,
+    caption: str,
+    rows: list[list[str]],
+    figure: Figure | None,
+    formats: Sequence[str] = (),
+) -> ReportPaths:
+    """Write the files of a report without its JSON; see `save`."""
     directory, table = epath.Path(directory), text_table(caption, rows)
-    files = {"json": (json.dumps(json_values(content | provenance("flax")), indent=1) + "\n").encode()}
-    files |= {name: (FORMATS[name](caption, rows).rstrip() + "\n").encode() for name in formats}
+    files = {name: (make(caption, rows).rstrip() + "\n").encode() for name, make in FORMATS.items() if name in formats}
     if figure is not None:
-        files["png"] = png_of(figure)
+        files |= {name: image_of(figure, name) for name in IMAGES if name == "png" or name in formats}
     for suffix, file_content in files.items():
         write_atomically(directory / f"{stem}.{suffix}", file_content)
     print(table, flush=True)
     return ReportPaths(directory, table, None if figure is None else directory / f"{stem}.png")
 
 
-def png_of(figure: Figure) -> bytes:
-    """Return a figure as PNG."""
+def image_of(figure: Figure, name: str) -> bytes:
+    """Return a figure as png, pdf or svg. Letters of a PDF are TrueType; the same figure gives the same bytes."""
     image = io.BytesIO()
-    figure.savefig(image, dpi=150)
+    with matplotlib.rc_context({"pdf.fonttype": 42, "svg.hashsalt": "dape_jax"}):
+        figure.savefig(image, format=name, dpi=150, metadata=IMAGES[name])
     return image.getvalue()
+
+
+def read_results(file: epath.Path) -> list[dict[str, Any]]:
+    """Return the runs of a report's JSON, with its numbers as floats.
+
+    Raises:
+        InputError: the file is missing, damaged, or no report of an evaluation.
+    """
+    require(file.is_file(), "--plot", str(file), "must be the JSON of an evaluation")
+    content = read_json(file)
+    require("runs" in content, "--plot", str(file), "must be the JSON of an evaluation")
+    return [_floats(run) for run in content["runs"]]
+
+
+def _floats(value: Any, name: str = "") -> Any:
+    if isinstance(value, dict):
+        return {key: _floats(each, key) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_floats(each, name) for each in value]
+    return float(value) if value in ("inf", "-inf", "nan") and name != "name" else value
 
 
 def text_table(caption: str, rows: list[list[str]]) -> str:
@@ -96,6 +132,7 @@ def csv_table(caption: str, rows: list[list[str]]) -> str:
 
 
 FORMATS = {"csv": csv_table, "md": markdown_table}
+IMAGES = {"png": {}, "pdf": {"CreationDate": None}, "svg": {"Date": None}}  # with metadata without a time
 
 
 def json_values(value: Any) -> Any:
@@ -125,9 +162,10 @@ def number(value: float) -> str:
     return f"{value:.2f}" if abs(value) < FIXED_BELOW else f"{value:.2g}"
 
 
-def with_interval(result: dict[str, Any], field: str) -> str:
+def with_interval(result: dict[str, Any], field: str, form: str = "") -> str:
     """Return a number of a table, with its 95 % interval if it has one that is not NaN."""
+    show = (lambda value: f"{value:{form}}") if form else number
     low, high = result["low"], result["high"]
     if low is None or math.isnan(low) or math.isnan(high):
-        return number(result[field])
-    return f"{number(result[field])} [{number(low)}, {number(high)}]"
+        return show(result[field])
+    return f"{show(result[field])} [{show(low)}, {show(high)}]"

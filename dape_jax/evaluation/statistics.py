@@ -22,10 +22,38 @@ Documents = Int[np.ndarray, "windows"]  # the document of each window
 
 
 def bootstrap_interval(documents: Documents, sums: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray]) -> Any:
-    """Return the ends of a statistic's 95 % bootstrap interval over documents, as numbers or lists, or (None, None).
+    """Return the ends of a statistic's 95 % bootstrap interval over documents, as numbers or lists, or (None, None)."""
+    found = _bootstrap(documents, sums, statistic)
+    return (None, None) if found is None else (each.tolist() for each in found.confidence_interval)
+
+
+def mean_over_seeds(
+    documents: Documents, nats: Float64[np.ndarray, "seeds windows"], tokens: Int[np.ndarray, "windows"]
+) -> tuple[float, float | None, float | None]:
+    """Return the mean over seeds of nats per token, and its 95 % interval over documents and seeds, or None.
+
+    Draw b of the bootstrap is loss(documents of b) + t_b s / sqrt(n), for n seeds: s is the standard deviation of their
+    losses, and t_b is drawn from Student's t distribution with n - 1 degrees of freedom. One seed has the interval over
+    documents. Of differences, `nats` are the paired differences of each window.
+    """
+    found, losses, num = _bootstrap(documents, (nats.mean(axis=0), tokens), ratio_of_sums), nats.sum(axis=1), len(nats)
+    losses = losses / tokens.sum()
+    if found is None:
+        return float(losses.mean()), None, None
+    drawn = found.bootstrap_distribution
+    if num > 1:
+        with np.errstate(invalid="ignore"):  # a seed that diverged: NaN
+            error = losses.std(ddof=1) / math.sqrt(num)
+            drawn = drawn + np.random.default_rng(0).standard_t(num - 1, len(drawn)) * error
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return float(losses.mean()), float(low), float(high)
+
+
+def _bootstrap(documents: Documents, sums: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray]) -> Any:
+    """Return scipy's result of a bootstrap over documents, or None with fewer than two.
 
     Whole documents are drawn, because the windows of a document are not independent. All sums are taken of the same
-    draw, so that paired values stay paired. With fewer than two documents there is no interval.
+    draw, so that paired values stay paired.
 
     Args:
         documents: the document of each row of the sums.
@@ -34,7 +62,7 @@ def bootstrap_interval(documents: Documents, sums: tuple[np.ndarray, ...], stati
     """
     unique, which = np.unique(documents, return_inverse=True)
     if len(unique) < 2:
-        return None, None
+        return None
 
     def sum_by_document(rows: np.ndarray) -> np.ndarray:
         totals = np.zeros((len(unique), *rows.shape[1:]))
@@ -45,7 +73,7 @@ def bootstrap_interval(documents: Documents, sums: tuple[np.ndarray, ...], stati
 
     with warnings.catch_warnings(), np.errstate(over="ignore", invalid="ignore"):
         warnings.simplefilter("ignore", scipy.stats.DegenerateDataWarning)  # raised for NaN, whose interval is NaN
-        interval = scipy.stats.bootstrap(
+        return scipy.stats.bootstrap(
             tuple(map(sum_by_document, sums)),
             statistic,
             axis=0,
@@ -55,8 +83,7 @@ def bootstrap_interval(documents: Documents, sums: tuple[np.ndarray, ...], stati
             n_resamples=2000,
             batch=200,
             rng=np.random.default_rng(0),
-        ).confidence_interval
-    return interval.low.tolist(), interval.high.tolist()
+        )
 
 
 def ratio_of_sums(sums: np.ndarray, counts: np.ndarray, axis: int) -> np.ndarray:
@@ -99,7 +126,8 @@ def positions_of(documents: Documents, nll_by_length: dict[int, np.ndarray], tra
 def length_result(length: int, documents: Documents, nll: Float64[np.ndarray, "windows scored"]) -> dict[str, Any]:
     """Return the perplexity at one length, exp(nll_nats / num_tokens), from the nll in nats of all scored tokens.
 
-    `window_nats` has the nll of each window, from which every interval can be computed again.
+    `window_nats` has the nll of each window, from which every interval can be computed again; `window_tokens` the
+    number of its scored tokens, if they differ.
     """
     nll_of_windows, num_tokens = np.asarray(nll.sum(axis=1)), np.ma.count(nll, axis=1)  # without masked tokens
     total_nll = float(nll_of_windows.sum())
@@ -114,7 +142,12 @@ def length_result(length: int, documents: Documents, nll: Float64[np.ndarray, "w
         "num_windows": len(nll),
         "num_documents": len(set(documents.tolist())),
         "window_nats": nll_of_windows.tolist(),
-    }
+    } | ({} if np.ptp(num_tokens) == 0 else {"window_tokens": num_tokens.tolist()})
+
+
+def bits_per_byte(nll_nats: float, num_bytes: int) -> dict[str, Any]:
+    """Return the loss in bits per byte of the scored text, nll_nats / (num_bytes ln 2), and the number of bytes."""
+    return {"bits_per_byte": nll_nats / num_bytes / math.log(2), "num_bytes": num_bytes}
 
 
 def delta_result(

@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from etils import epath
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
-from dape_jax.config import RunConfig, TaskRunConfig, is_algorithmic
+from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, is_algorithmic, resolved
 from dape_jax.data.store import Corpora
 from dape_jax.data.tokenizers import TOKENIZER_FILE
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation.options import Options
+from dape_jax.evaluation.styles import method_name
+from dape_jax.files import json_digest
 from dape_jax.model.transformer import Params
 from dape_jax.sharding import MeshConfig, make_mesh, mesh_of_all_devices
 from dape_jax.storage import absolute
@@ -24,6 +27,7 @@ from dape_jax.training.source import load_corpora
 from dape_jax.training.step import abstract_params
 
 AnyRunConfig = TypeVar("AnyRunConfig", bound=RunConfig | TaskRunConfig)
+UNGROUPED = (*RESUMABLE_FIELDS, "model.vocab_multiple")  # config fields that do not change results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +49,17 @@ class TrainedModel(Generic[AnyRunConfig]):
     def label(self) -> str:
         """Return the name, preceded by the task of a run on a task: methods have the same names on all tasks."""
         return f"{self.run.data.task}/{self.name}" if isinstance(self.run, TaskRunConfig) else self.name
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return the fields by which a report identifies the run; `config` is equal for runs that differ in seeds."""
+        fields = {
+            field: value
+            for field, value in flatten_dict(resolved(self.run), keep_empty_nodes=False, sep=".").items()
+            if not field.endswith(".seed") and not any(f"{field}.".startswith(f"{name}.") for name in UNGROUPED)
+        }
+        about = {"name": self.name, "workdir": str(self.workdir), "step": self.step, "method": method_name(self.run)}
+        return about | {"seed": self.run.train.seed, "config": json_digest([fields, self.data_digest])}
 
 
 def are_algorithmic(workdirs: Sequence[epath.PathLike]) -> bool:

@@ -102,7 +102,7 @@ def attention_maps(
             title += f", mean of {cell_size} x {cell_size} pairs per cell"
         files.append(f"layer-{layer:02}.png")
         figure = draw(cells, cell_size * len(cells["scores"][0]), title, names)
-        write_atomically(output / files[-1], report.png_of(figure))
+        write_atomically(output / files[-1], report.image_of(figure, "png"))
 
     model = resolved(trained.run)["model"]
     facts = {field: model[field] for field in ("rotary", "bias", "processor", "window")} | provenance("flax")
