@@ -1,6 +1,6 @@
-"""Supported chips, and TPU slices for planning.
+"""Supported chips, and TPU slices and groups of GPUs for planning.
 
-In: a device kind (`jax.Device.device_kind`) or the name of a slice (v5e:16x16). Out: vendor figures (`Chip`), slices
+In: a device kind (`jax.Device.device_kind`) or a name (v5e:16x16, v5p-8, h100:8). Out: vendor figures (`Chip`), slices
 (`Slice`), model FLOPs utilisation. Next: `planning/`, `kernels/`, `training/loop.py`.
 """
 
@@ -37,9 +37,12 @@ CHIPS = (
     Chip("v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16 * GIB, 819e9, 200e9, f"{TPU_PAGES} v5e", 100 * MIB),
     Chip("v5p", ("TPU v5", "TPU v5p"), 459e12, 95 * GIB, 2765e9, 600e9, f"{TPU_PAGES} v5p", 60 * MIB),
     Chip("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32 * GIB, 1640e9, 400e9, f"{TPU_PAGES} v6e", 100 * MIB),
+    Chip("a100", ("NVIDIA A100-SXM4-80GB",), 312e12, 80 * 10**9, 2039e9, 300e9, f"{GPU_SHEET} A100 80GB SXM"),
     Chip("h100", ("NVIDIA H100 80GB HBM3",), 989.4e12, 80 * 10**9, 3350e9, 450e9, f"{GPU_SHEET} H100 SXM"),
     Chip("h200", ("NVIDIA H200",), 989.4e12, 141 * 10**9, 4800e9, 450e9, f"{GPU_SHEET} H200 SXM"),
+    Chip("b200", ("NVIDIA B200",), 2250e12, 180 * 10**9, 8000e9, 900e9, f"{GPU_SHEET} HGX B200"),
 )
+UTILISATION = 0.1  # of plans by default: that of DAPE's Triton kernel on an H100 (docs/planning.md)
 VMEM_BYTES = {kind: chip.vmem_bytes for chip in CHIPS if chip.vmem_bytes for kind in chip.device_kinds}
 
 
@@ -79,26 +82,55 @@ def platform_fault(error: BaseException) -> str | None:
 SHAPES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
 TOPOLOGIES = {"v4": SHAPES_3D, "v5e": SHAPES_2D, "v5p": SHAPES_3D, "v6e": SHAPES_2D}
+GPUS = ("a100", "h100", "h200", "b200")
+# The cloud's names end with a number of chips, or of cores where a chip has two: v5e-8 is v5e:2x4, v5p-8 v5p:2x2x1.
+# Here, each with its chip and the cores that it counts.
+CLOUD_NAMES = {"v4": ("v4", 2), "v5litepod": ("v5e", 1), "v5e": ("v5e", 1), "v5p": ("v5p", 2), "v6e": ("v6e", 1)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """TPU slice."""
+    """TPU slice, group of GPUs, or the devices of this process."""
 
-    name: str  # v5e:4x4
+    name: str  # v5e:4x4, h100:8
     chip: Chip
     num_chips: int
+    platform: str = "tpu"  # tpu, gpu or cpu
+    is_attached: bool = False  # whether they are the devices of this process
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return the memory of a chip that a program may use: of a GPU, the 75 % that JAX takes by default."""
+        is_part = self.platform == "gpu" and not self.is_attached  # attached GPUs tell their limit
+        return 3 * self.chip.hbm_bytes // 4 if is_part else self.chip.hbm_bytes
 
 
 def read_topology(topology: str) -> Slice:
-    """Parse a flag such as `v5e:16x16`.
+    """Parse a flag such as `v5e:16x16`, the cloud's name for it, `v5litepod-256`, or `h100:8`, a number of GPUs.
 
     Raises:
         InputError: the chip or the shape is unknown; the message lists the known ones.
     """
     name, _, shape = topology.partition(":")
-    require(name in TOPOLOGIES, "--topology", topology, f"must be CHIP:SHAPE, with CHIP one of {list(TOPOLOGIES)}")
-    known = ", ".join(f"{name}:{shape}" for shape in TOPOLOGIES[name])
-    require(shape in TOPOLOGIES[name], "--topology", topology, f"must be one of {known}")
+    cloud_name, dash, number = topology.partition("-")
+    if dash and cloud_name in CLOUD_NAMES:
+        name, cores = CLOUD_NAMES[cloud_name]
+        shapes = {str(cores * num_chips_of(each)): each for each in TOPOLOGIES[name]}
+        known = ", ".join(f"{cloud_name}-{each}" for each in shapes)
+        require(number in shapes, "--topology", topology, f"must be one of {known}")
+        shape = shapes[number]
+    allowed = f"must be CHIP:SHAPE, with CHIP one of {list(TOPOLOGIES)}, a name such as v5litepod-8, or GPU:NUMBER, "
+    require(name in (*TOPOLOGIES, *GPUS), "--topology", topology, f"{allowed}with GPU one of {list(GPUS)}")
+    if name in GPUS:
+        is_number = shape.isascii() and shape.isdigit() and int(shape) > 0
+        require(is_number, "--topology", topology, f"must be {name}:NUMBER, for example {name}:8")
+    else:
+        known = ", ".join(f"{name}:{shape}" for shape in TOPOLOGIES[name])
+        require(shape in TOPOLOGIES[name], "--topology", topology, f"must be one of {known}")
     (chip,) = (chip for chip in CHIPS if chip.name == name)
-    return Slice(topology, chip, math.prod(map(int, shape.split("x"))))
+    return Slice(f"{name}:{shape}", chip, num_chips_of(shape), "gpu" if name in GPUS else "tpu")
+
+
+def num_chips_of(shape: str) -> int:
+    """Return the number of chips of a shape, such as 4x4, or 8."""
+    return math.prod(map(int, shape.split("x")))

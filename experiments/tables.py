@@ -17,6 +17,10 @@ from dape_jax.data.store import read_errors
 from dape_jax.evaluation.figures import table_of
 from dape_jax.evaluation.options import Options
 from dape_jax.fields import sections
+from dape_jax.hardware import mfu
+from dape_jax.model.flops import model_flops_per_token
+from dape_jax.planning.plan import run_to_plan
+from dape_jax.recipes import read_config
 from experiments.catalogue import EXPERIMENTS
 from experiments.methods import NOT_IN_PAPER, paper_tables
 from experiments.runs import read_runs
@@ -467,6 +471,16 @@ def precision() -> str:
 
 
 # ---- planning, tasks, robustness, checkpoints of others
+
+
+def h100_utilisation() -> str:
+    """Return a sentence on the model FLOPs utilisation of training on an H100."""
+    run = run_to_plan(read_config("configs/paper.py:125m,bias=kerple,processor=dape"), 32)
+    rate = h100()["train", "fused"]["tokens_per_s"] * model_flops_per_token(run.model, run.train.train_length, 32)
+    share = mfu(rate, "NVIDIA H100 80GB HBM3", 1)
+    return (
+        f"An H100, 125M parameters, 32 x 512 tokens, DAPE1x3-Kerple, Triton kernel: {share:.0%} (`results/gpu/h100`)."
+    )
 
 
 def plans() -> str:

@@ -1,9 +1,13 @@
-"""Predict memory and time of a run on a TPU slice, without a TPU.
+"""Plan a run on hardware that need not exist: memory, hours, chip-hours, the largest batch, the command that trains.
 
-dape-plan --config=configs/paper.py:6.7b --topology=v5e:16x16
+dape-plan --config=configs/paper.py:125m,bias=kerple,processor=dape --topology=v5litepod-16
+dape-plan --config=configs/paper.py:6.7b --topology=h100:64
 """
 
 import dataclasses
+import functools
+import re
+import sys
 from pathlib import Path
 
 from absl import flags
@@ -11,7 +15,7 @@ from absl import flags
 from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.errors import require
-from dape_jax.hardware import read_topology
+from dape_jax.hardware import UTILISATION, read_topology
 from dape_jax.recipes import define_config_flag
 from dape_jax.storage import require_local
 
@@ -20,16 +24,25 @@ from dape_jax.storage import require_local
 class Settings:
     """Checked flags."""
 
-    topology: str = flag(dataclasses.MISSING, "TPU slice, v4|v5e|v5p|v6e:SHAPE, for example v5e:16x16.")
+    topology: str = flag(
+        dataclasses.MISSING,
+        "TPU slice, as v4|v5e|v5p|v6e:SHAPE (v5e:16x16) or by the cloud's name (v5litepod-256, v5p-8, v6e-8); or GPUs, "
+        "as a100|h100|h200|b200:NUMBER.",
+    )
     mesh: str | None = flag(None, "Mesh of the slice, for example fsdp=64,context=4; if not given, up to 4 are tried.")
     batch: int | None = flag(None, "Sequences in a step; train.batch_size of the config if not given.")
     eval_length: int | None = flag(None, "Also compile the evaluator at this length.")
+    compile: bool = flag(True, "Compile the step for a TPU slice. Otherwise, and for GPUs, memory is by formula.")
+    utilisation: float = flag(
+        UTILISATION, "Model FLOPs utilisation for hours and chip-hours; a run's log shows its MFU."
+    )
     output: str | None = flag(None, "Directory for plan.json.")
 
     def __post_init__(self):
         for name in ("batch", "eval_length"):
             value = getattr(self, name)
             require(value is None or value > 0, f"--{name}", value, "must be positive")
+        require(0 < self.utilisation <= 1, "--utilisation", self.utilisation, "must be above 0, and at most 1")
         require(self.output != "", "--output", self.output, "must be a directory")
         require_local(self.output or "", "--output")
 
@@ -38,7 +51,7 @@ def main(settings: Settings) -> None:
     """Plan the run and print the report."""
     import jax  # after the flags are checked: it takes seconds to import
 
-    from dape_jax.planning.plan import plan_run, run_to_plan, save, to_markdown
+    from dape_jax.planning.plan import flags_without, plan_run, run_to_plan, save, to_markdown, train_command
     from dape_jax.provenance import make_results_directory
     from dape_jax.sharding import read_mesh
 
@@ -48,10 +61,14 @@ def main(settings: Settings) -> None:
     jax.config.update("jax_platforms", "cpu")  # nothing runs on a device
     run = run_to_plan(flags.FLAGS.config, settings.batch)
     mesh = None if settings.mesh is None else read_mesh("--mesh", settings.mesh)
-    plans = plan_run(run, hardware, mesh, settings.eval_length)
-    print(to_markdown(run, hardware, plans), end="")
+    plans = plan_run(run, hardware, mesh, settings.eval_length, by_formula=not settings.compile)
+    given = flags_without(sys.argv[1:], [field.name for field in dataclasses.fields(Settings)])
+    recipe = re.search(r"(\w+)\.py", " ".join(given))
+    given.append(f"--workdir=runs/{recipe[1] if recipe else 'planned'}")
+    command = functools.partial(train_command, flags.FLAGS.config, hardware, given=given)
+    print(to_markdown(run, hardware, plans, settings.utilisation, command), end="")
     if settings.output:
-        save(Path(settings.output), run, hardware, plans)
+        save(Path(settings.output), run, hardware, plans, settings.utilisation)
 
 
 def command() -> None:

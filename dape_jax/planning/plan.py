@@ -1,16 +1,22 @@
-"""Plan a run without its hardware: memory on a TPU slice, FLOPs, and a lower bound of the step time.
+"""Plan a run without its hardware: memory on a TPU slice or on GPUs, FLOPs, hours, and the command that trains.
 
 In: a run's config and a slice. Out: a `Plan` for each mesh that is tried: whether the train step fits, its memory and
 its FLOPs. Next: `__main__.py`, the command line.
 
-libtpu compiles the step ahead of time (`compile.py`) and says how much memory it needs; FLOPs are counted by formula
-(`model/flops.py`).
+For TPUs, libtpu compiles the step ahead of time (`compile.py`) and says how much memory it needs; for the devices of
+this process, their own compiler. For other GPUs the memory is estimated by formula (`memory.py`). FLOPs are counted by
+formula (`model/flops.py`).
 """
 
+import contextlib
 import dataclasses
+import functools
 import json
 import math
+import os
+import shlex
 import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +27,15 @@ from jax.stages import Wrapped
 
 from dape_jax.config import RunConfig, is_algorithmic, resolved
 from dape_jax.data.store import STDLIB, follow_corpus
-from dape_jax.errors import InputError
+from dape_jax.errors import InputError, require
 from dape_jax.evaluation.programs import batch_size_at, model_at
 from dape_jax.files import write_json
-from dape_jax.hardware import GIB, MIB, Slice
+from dape_jax.hardware import GIB, UTILISATION, Chip, Slice, chip_of
+from dape_jax.model.attention import Implementation
 from dape_jax.model.flops import executed_flops, forward_flops, model_flops
 from dape_jax.model.transformer import attention_of, model_structure, parameter_counts
 from dape_jax.planning.compile import compile_error, find_libtpu, in_process, libtpu_version, slice_devices
+from dape_jax.planning.memory import estimate_memory
 from dape_jax.progress import Progress
 from dape_jax.provenance import provenance
 from dape_jax.sharding import AXES, BATCH_AXES, MeshConfig, activation_spec, make_mesh, read_mesh
@@ -41,20 +49,25 @@ REMATS = ("none", "dots", "full")  # in order of increasing recomputation
 
 
 def run_to_plan(spec: dict[str, Any], batch_size: int | None) -> RunConfig:
-    """Return the run of a config as on a TPU: bfloat16 and a padded vocabulary if automatic. No corpus is needed.
+    """Return a run as on an accelerator: bfloat16 and a padded vocabulary if automatic. No corpus is needed.
 
     `batch_size` replaces `train.batch_size`, unless it is None.
     """
     spec = json.loads(json.dumps(spec))
     if spec["model"]["dtype"] == "auto":
         spec["model"]["dtype"] = "bfloat16"
-    if spec["model"].get("vocab_multiple", 1) is None:
+    if "vocab_multiple" in spec["model"] and spec["model"]["vocab_multiple"] is None:
         spec["model"]["vocab_multiple"] = 128
-    if not is_algorithmic(spec) and not spec["data"]["path"]:
+    if not is_algorithmic(spec) and not has_text(spec):
         spec["data"]["path"] = STDLIB
     if batch_size is not None:
         spec["train"]["batch_size"] = batch_size
     return RunConfig.from_dict(follow_corpus(spec))
+
+
+def has_text(spec: dict[str, Any]) -> bool:
+    """Return whether the config of a language model names a text, or a mixture of texts."""
+    return any(field in spec["data"] and spec["data"][field] for field in ("path", "mixture"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +122,18 @@ def candidates(run: RunConfig, hardware: Slice) -> list[MeshConfig]:
     return found
 
 
-# ---- compilation
+def attached() -> Slice:
+    """Return the devices of this process and of those that it has joined."""
+    device, num_devices = jax.devices()[0], jax.device_count()
+    stats = device.memory_stats()
+    ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = ram_bytes // jax.local_device_count() if stats is None else stats["bytes_limit"]
+    known = chip_of(device.device_kind) or Chip(device.device_kind, (device.device_kind,), math.nan, 0, 0, 0, "unknown")
+    chip = dataclasses.replace(known, hbm_bytes=memory)
+    return Slice(f"{num_devices} x {device.device_kind}", chip, num_devices, device.platform, is_attached=True)
+
+
+# ---- memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +158,9 @@ class Request:
         return batch_size_at(self.eval_length, evaluation.max_windows, evaluation, mesh), self.eval_length
 
     def build(self) -> tuple[Mesh, Wrapped, tuple[Any, ...]]:
-        """Return the mesh of the slice, the jitted program and the shapes of its arguments. Needs libtpu."""
-        mesh, run = make_mesh(self.mesh, slice_devices(self.hardware)), self.run
+        """Return the mesh of the slice, the jitted program and the shapes of its arguments. A TPU's needs libtpu."""
+        devices = jax.devices() if self.hardware.is_attached else slice_devices(self.hardware)
+        mesh, run = make_mesh(self.mesh, devices), self.run
         optimizer, evaluation = make_optimizer(run.optimizer, run.train.num_steps), run.evaluation
         state = abstract_state(run.model, optimizer, mesh, run.init.trained_kinds)
         rows = jax.ShapeDtypeStruct(
@@ -159,8 +184,11 @@ class Request:
         return mesh, step, (state, batch)
 
 
+Measure = Callable[[Request], dict[str, Any]]  # returns the fields of a `Plan` that tell its memory
+
+
 def compile_request(request: Request) -> dict[str, Any]:
-    """Compile a program for a slice and return fields of its `Plan`; must run in a separate process."""
+    """Compile a program for a slice and return fields of its `Plan`. For a TPU, run it in a separate process."""
     mesh, step, arguments = request.build()
     started = time.monotonic()
     with jax.set_mesh(mesh):
@@ -169,17 +197,39 @@ def compile_request(request: Request) -> dict[str, Any]:
         except jax.errors.JaxRuntimeError as error:
             return {"fits": False, "reason": compile_error(error)}
     assert memory is not None
-    return {
-        "fits": True,
-        "compile_seconds": time.monotonic() - started,
-        "peak_bytes": memory.peak_memory_in_bytes,
-        "held_bytes": {
-            "arguments": memory.argument_size_in_bytes,
-            "temporary": memory.temp_size_in_bytes,
-            "other results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
-            "program": memory.generated_code_size_in_bytes,
-        },
+    held = {
+        "arguments": memory.argument_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "other results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "program": memory.generated_code_size_in_bytes,
     }
+    # Only libtpu's peak includes temporary memory.
+    peak_bytes = memory.peak_memory_in_bytes if request.hardware.platform == "tpu" else sum(held.values())
+    seconds = time.monotonic() - started
+    return {"fits": True, "compile_seconds": seconds, "peak_bytes": peak_bytes, "held_bytes": held}
+
+
+def estimate(request: Request) -> dict[str, Any]:
+    """Return fields of the `Plan` of a train step by formula; see `memory.py`."""
+    run, hardware = request.run, request.hardware
+    mesh = planned_mesh(request.mesh, hardware.num_chips)
+    state = state_bytes(run, mesh)
+    others = estimate_memory(run, mesh, state, attentions_of(run, mesh, hardware))
+    held = {"arguments": sum(state.values()), **others}
+    return {"fits": True, "peak_bytes": sum(held.values()), "held_bytes": held}
+
+
+def measure_of(hardware: Slice, by_formula: bool) -> Measure:
+    """Return how the memory of a program is found: by the compiler, unless it is of GPUs that are not attached.
+
+    Raises:
+        InputError: libtpu is missing.
+    """
+    if hardware.is_attached and not by_formula:
+        return compile_request
+    if by_formula or hardware.platform == "gpu":
+        return estimate
+    return functools.partial(in_process, compile_request, libtpu=find_libtpu())
 
 
 # ---- plans
@@ -196,7 +246,7 @@ class Plan:
     length: int  # tokens in a sequence
     fits: bool  # whether it compiles and fits in the chips' memory
     reason: str | None = None  # why it does not fit
-    compile_seconds: float | None = None
+    compile_seconds: float | None = None  # None: the memory is by formula
     peak_bytes: int | None = None
     # By purpose: parameters, moments, batch, temporary (activations, gradients, gathered weights), program.
     held_bytes: dict[str, int] | None = None
@@ -206,12 +256,15 @@ class Plan:
     mfu: float | None = None  # model FLOPs utilisation at that time, an upper bound
 
 
-def make_plan(request: Request, libtpu: Path) -> Plan:
-    """Compile a program and return its plan."""
+def make_plan(request: Request, measure: Measure) -> Plan:
+    """Find the memory of a program and return its plan."""
     run, hardware, is_train = request.run, request.hardware, request.eval_length is None
     mesh = planned_mesh(request.mesh, hardware.num_chips)
     batch_size, length = request.batch_shape(mesh)
-    outcome = in_process(compile_request, request, libtpu)
+    outcome = measure(request)
+    if outcome["fits"] and outcome["peak_bytes"] > hardware.memory_bytes:
+        needed, available = (f"{size / GIB:.1f} GiB" for size in (outcome["peak_bytes"], hardware.memory_bytes))
+        outcome = {"fits": False, "reason": f"needs {needed} of {available}"}
     plan = Plan(request.program, request.mesh.asked(), run.model.remat, batch_size, length, fits=outcome["fits"])
     if not plan.fits:
         return dataclasses.replace(plan, **outcome)
@@ -232,17 +285,19 @@ def make_plan(request: Request, libtpu: Path) -> Plan:
     )
 
 
+def attentions_of(run: RunConfig, mesh: Mesh, hardware: Slice) -> list[Implementation]:
+    """Return the implementation of attention of each of `model.layer_kinds` in a train step."""
+    place = hardware.platform, hardware.chip.device_kinds[0], mesh.shape["context"] * mesh.shape["tensor"]
+    is_packed, kinds = run.data.packing == "documents", range(len(run.model.layer_kinds))
+    return [attention_of(run.model, run.train.train_length, *place, is_packed, kind=kind) for kind in kinds]
+
+
 def executed_of(run: RunConfig, mesh: Mesh, hardware: Slice) -> int:
     """Return `executed_flops` of a run's train step, over all chips."""
     sizes, train = dict(mesh.shape), run.train
     batch_parts, row_parts = math.prod(sizes[axis] for axis in BATCH_AXES), sizes["context"] * sizes["tensor"]
     chunk_tokens = train.batch_size * train.train_length // (batch_parts * sizes["context"] * train.accumulation_steps)
-    is_packed = run.data.packing == "documents"
-    kind = hardware.chip.device_kinds[0]
-    place = "tpu", kind, row_parts, is_packed
-    attention, *others = (
-        attention_of(run.model, train.train_length, *place, kind=number) for number in range(len(run.model.layer_kinds))
-    )
+    attention, *others = attentions_of(run, mesh, hardware)
     return executed_flops(
         dataclasses.replace(run.model, attention=attention),
         train.train_length,
@@ -268,7 +323,11 @@ def state_bytes(run: RunConfig, mesh: Mesh) -> dict[str, int]:
 
 
 def plan_run(
-    run: RunConfig, hardware: Slice, mesh: MeshConfig | None = None, eval_length: int | None = None
+    run: RunConfig,
+    hardware: Slice,
+    mesh: MeshConfig | None = None,
+    eval_length: int | None = None,
+    by_formula: bool = False,
 ) -> list[Plan]:
     """Plan a run on a slice.
 
@@ -277,6 +336,7 @@ def plan_run(
         hardware: the slice.
         mesh: its mesh, with the config's remat. If None, try `candidates`, each with the `REMATS` until one fits.
         eval_length: also compile the evaluator at this length, on the best mesh.
+        by_formula: whether to estimate the memory instead of compiling.
 
     Raises:
         InputError: sizes are not divisible, or libtpu is missing; raised before anything is compiled.
@@ -286,13 +346,15 @@ def plan_run(
     else:
         run.check_mesh(planned_mesh(mesh, hardware.num_chips))
         meshes, remats = [mesh], (run.model.remat,)
-    libtpu = find_libtpu()
+    measure = measure_of(hardware, by_formula)
+    is_compiled, allowed = measure is not estimate, "must be unset where the memory is by formula"
+    require(eval_length is None or is_compiled, "--eval_length", eval_length, allowed)
     plans: list[Plan] = []
-    with Progress(total=len(meshes) + (eval_length is not None), unit="mesh", desc=hardware.name) as bar:
+    with Progress(total=len(meshes) + (eval_length is not None), unit="plan", desc=hardware.name) as bar:
 
         def add(request: Request) -> Plan:
             bar.set_postfix_str(f"{request.mesh.asked()} remat={request.run.model.remat} {request.program}")
-            plan = make_plan(request, libtpu)
+            plan = make_plan(request, measure)
             plans.append(plan)
             return plan
 
@@ -315,19 +377,100 @@ def best(plans: list[Plan]) -> Plan | None:
     return min(fitting, key=lambda plan: REMATS.index(plan.remat), default=None)
 
 
+def largest_batch(run: RunConfig, hardware: Slice, plans: list[Plan]) -> int | None:
+    """Return the largest doubling or halving of a run's batch that fits by formula, or None.
+
+    The formula is scaled to the memory of the best plan. If no plan fits, it is that of the last one.
+    """
+    chosen = best(plans)
+    plan, available = chosen or plans[-1], hardware.memory_bytes
+    model = dataclasses.replace(run.model, remat=plan.remat)
+    mesh = read_mesh("mesh", plan.mesh)
+    share = math.prod(mesh.sizes(hardware.num_chips)[: len(BATCH_AXES)]) * run.train.accumulation_steps
+
+    def peak(batch_size: int) -> int:
+        train = dataclasses.replace(run.train, batch_size=batch_size)
+        return estimate(Request(dataclasses.replace(run, model=model, train=train), hardware, mesh))["peak_bytes"]
+
+    batch_size = plan.batch_size
+    if chosen is not None and chosen.peak_bytes is not None:
+        scale = chosen.peak_bytes / peak(batch_size)
+        while scale * peak(2 * batch_size) <= available:
+            batch_size *= 2
+        return batch_size
+    while batch_size % (2 * share) == 0:
+        batch_size //= 2
+        if peak(batch_size) <= available:
+            return batch_size
+    return None
+
+
+def costs(run: RunConfig, hardware: Slice, plan: Plan, utilisation: float) -> dict[str, float]:
+    """Return steps, tokens, FLOPs of the model, and hours and chip-hours at this utilisation, of a whole run.
+
+        hours = FLOPs / (chips x peak x utilisation) / 3600
+
+    They are NaN for a chip of unknown peak. Validations, checkpoints and compilation are not counted.
+    """
+    assert plan.model_flops
+    flops = run.train.num_steps * sum(plan.model_flops.values())
+    chip_hours = flops / (hardware.chip.peak_flops * utilisation * 3600)
+    return {
+        "steps": run.train.num_steps,
+        "tokens": run.train.num_steps * plan.batch_size * plan.length,
+        "flops": flops,
+        "utilisation": utilisation,
+        "hours": chip_hours / hardware.num_chips,
+        "chip_hours": chip_hours,
+    }
+
+
+def train_command(spec: dict[str, Any], hardware: Slice, plan: Plan, given: Sequence[str]) -> str:
+    """Return the command that trains as planned: `given` flags, and those for which the plan differs from the config.
+
+    If the config has no text, it is the standard library's, in place of a corpus.
+    """
+    sizes = read_mesh("mesh", plan.mesh).sizes(hardware.num_chips)
+    mesh = MeshConfig(**spec["mesh"])
+    asked = dataclasses.astuple(mesh)
+    with contextlib.suppress(InputError):
+        asked = mesh.sizes(hardware.num_chips)  # without -1
+    added = {f"mesh.{axis}": size for axis, size, one in zip(AXES, sizes, asked, strict=True) if size != one}
+    for section, field, value in (("train", "batch_size", plan.batch_size), ("model", "remat", plan.remat)):
+        added |= {} if spec[section][field] == value else {f"{section}.{field}": value}
+    added |= {} if has_text(spec) else {"data.path": STDLIB}
+    own = [f"--config.{field}={value}" for field, value in added.items()]
+    return " ".join(map(shlex.quote, ["dape-train", *given, *own]))
+
+
+def flags_without(arguments: Sequence[str], names: Iterable[str]) -> list[str]:
+    """Return the flags of a command line except those with these names."""
+    kept, arguments = list[str](), list(arguments)
+    while arguments:
+        one = arguments.pop(0)
+        name, equals, _ = one.lstrip("-").partition("=")
+        value = [arguments.pop(0)] if not equals and arguments and not arguments[0].startswith("-") else []
+        kept += [] if name.removeprefix("no") in names or name in names else [one, *value]
+    return kept
+
+
 # ---- report
 
+Command = Callable[[Plan], str]  # returns the command that trains as planned
 
-def to_markdown(run: RunConfig, hardware: Slice, plans: list[Plan]) -> str:
-    """Return a table with a line for each plan, and all figures of the best."""
+
+def to_markdown(run: RunConfig, hardware: Slice, plans: list[Plan], utilisation: float, command: Command) -> str:
+    """Return a table with a line for each plan, and memory, costs and the training `command` of the best."""
     chip, model, chosen = hardware.chip, run.model, best(plans)
     bias, processor = (type(each).__name__.removesuffix("Config") for each in (model.bias, model.processor))
+    num_params = parameter_counts(model_structure(model)[1])["total"]
+    is_known = not math.isnan(chip.peak_flops)
+    peak = f" and {chip.peak_flops / 1e12:g} TFLOP/s" if is_known else ""
     lines = [
-        f"# {hardware.name}: {hardware.num_chips} chips, compiled ahead of time",
+        f"# {hardware.name}: {hardware.memory_bytes / GIB:.1f} GiB{peak} a chip",
         "",
-        f"Per chip: {chip.peak_flops / 1e12:g} TFLOP/s in bfloat16, {chip.hbm_bytes / GIB:.1f} GiB ({chip.source}).",
-        f"Model: {model.num_layers} layers, width {model.width}, {model.num_heads} heads, bias {bias}, processor "
-        f"{processor}, {model.dtype}.",
+        f"{num_params:,} parameters: {model.num_layers} layers, width {model.width}, {model.num_heads} heads, {bias}, "
+        f"{processor}, {model.dtype}",
         "",
         "| program | mesh | remat | fits | GiB a chip | ms at least | MFU at most |",
         "|---|---|---|---|---|---|---|",
@@ -335,43 +478,59 @@ def to_markdown(run: RunConfig, hardware: Slice, plans: list[Plan]) -> str:
     for plan in plans:
         cells = [plan.program, plan.mesh, plan.remat, "yes" if plan.fits else f"no: {plan.reason}", "", "", ""]
         if plan.fits and plan.step_seconds and plan.peak_bytes:
-            cells[4:] = [f"{plan.peak_bytes / GIB:.2f}", f"{plan.step_seconds * 1e3:.1f}", f"{plan.mfu:.0%}"]
+            least = f"{plan.step_seconds * 1e3:.1f}" if is_known else ""
+            cells[4:] = [f"{plan.peak_bytes / GIB:.2f}", least, f"{plan.mfu:.0%}"]
         lines.append(f"| {' | '.join(cells)} |" + (" **best**" if plan is chosen else ""))
+    largest = largest_batch(run, hardware, plans)
+    batch = "no batch fits" if largest is None else f"{largest:,} x {plans[0].length:,} tokens, estimated"
     if chosen is None:
-        return "\n".join([*lines, "", "No mesh that was tried fits."]) + "\n"
-    assert chosen.peak_bytes
+        advice = "a larger one needs --config.train.accumulation_steps"
+        return "\n".join([*lines, "", "No mesh that was tried fits.", f"largest batch  {batch}; {advice}"]) + "\n"
     assert chosen.held_bytes
-    assert chosen.model_flops
-    total, tokens = sum(chosen.model_flops.values()), chosen.batch_size * chosen.length
+    how = "by formula" if chosen.compile_seconds is None else "compiled"
+    parts = ", ".join(f"{size / GIB:.2f} {name}" for name, size in chosen.held_bytes.items() if size >= GIB / 100)
+    cost = costs(run, hardware, chosen, utilisation)
+    steps = f"{cost['steps']:,} steps of {chosen.batch_size:,} x {chosen.length:,} tokens"
+    time_text = f"unknown: the peak of {chip.name} is not known; train some steps, and read tokens/s in the log"
+    if is_known:
+        assert chosen.step_seconds
+        least = cost["steps"] * chosen.step_seconds / 3600
+        time_text = f"{cost['hours']:,.1f} hours, {cost['chip_hours']:,.1f} chip-hours at a utilisation of "
+        time_text += f"{utilisation:.0%} (--utilisation); at least {least:,.1f} hours"
     lines += [
         "",
-        f"## Best: {chosen.mesh}, remat {chosen.remat}, batch {chosen.batch_size} x {chosen.length} tokens",
-        "",
-        f"Memory per chip, peak {chosen.peak_bytes / MIB:,.0f} MiB, in MiB:",
-        "",
-        *(f"    {size / MIB:>12,.1f}  {name}" for name, size in chosen.held_bytes.items()),
-        "",
-        f"FLOPs of the model, {total:.4g} per step, {total / tokens:.4g} per token:",
-        "",
-        *(f"    {flops / total:>12.1%}  {name}" for name, flops in chosen.model_flops.items()),
-        "",
-        f"FLOPs per chip: {total / hardware.num_chips:.4g} needed by the model, {chosen.executed_flops:.4g} executed "
-        "by the program, with recomputation and masked pairs.",
+        f"memory         {how}, in GiB a chip: {parts}",
+        f"largest batch  {batch}",
+        f"run            {steps}: {cost['tokens']:.3g} tokens, {cost['flops']:.3g} FLOPs",
+        f"time           {time_text}",
+        f"train          {command(chosen)}",
     ]
     return "\n".join(lines) + "\n"
 
 
-def save(directory: Path, run: RunConfig, hardware: Slice, plans: list[Plan]) -> None:
+def save(directory: Path, run: RunConfig, hardware: Slice, plans: list[Plan], utilisation: float) -> None:
     """Write plan.json to an existing directory."""
     origin, chosen = provenance("jaxlib", "flax", "optax"), best(plans)
-    origin["versions"]["libtpu"] = libtpu_version(find_libtpu())
+    if hardware.platform == "tpu" and any(plan.compile_seconds for plan in plans):
+        origin["versions"]["libtpu"] = libtpu_version(find_libtpu())
     record = {
         "topology": hardware.name,
         "num_chips": hardware.num_chips,
         "chip": dataclasses.asdict(hardware.chip),
         "best": chosen and plans.index(chosen),
+        "costs": chosen and costs(run, hardware, chosen, utilisation),
+        "largest_batch": largest_batch(run, hardware, plans),
         "plans": [dataclasses.asdict(plan) for plan in plans],
         "config": resolved(run),
         **{key: origin[key] for key in ("commit", "command", "versions")},
     }
     write_json(directory / "plan.json", record)
+
+
+def print_attached(spec: dict[str, Any], arguments: Sequence[str]) -> None:
+    """Compile a training step for the devices of this process, and print its plan: `dape-train --plan`."""
+    run, hardware = RunConfig.from_dict(follow_corpus(spec)), attached()
+    plans = plan_run(run, hardware, MeshConfig(*run.mesh.sizes(hardware.num_chips)))
+    command = functools.partial(train_command, spec, hardware, given=flags_without(arguments, ["plan"]))
+    if jax.process_index() == 0:
+        print(to_markdown(run, hardware, plans, UTILISATION, command), end="")

@@ -6,6 +6,7 @@ In a clone, `python train.py` is the same program.
 """
 
 import dataclasses
+import sys
 
 from absl import flags
 
@@ -38,6 +39,8 @@ class Settings:
         "optimizer, or a field of optimizer. The steps that are done are kept.",
     )
 
+    plan: bool = flag(False, "Compile the training step, print its memory and the costs of the run, and exit.")
+
     def __post_init__(self):
         require(bool(self.workdir), "--workdir", self.workdir, "must be a directory")
 
@@ -50,6 +53,11 @@ def main(settings: Settings) -> None:
     from dape_jax.training.loop import train
 
     join(settings.coordinator, settings.num_processes, settings.process_id)
+    if settings.plan:
+        from dape_jax.planning.plan import print_attached  # only now: training needs nothing of it
+
+        print_attached(flags.FLAGS.config, sys.argv[1:])
+        return
     train(flags.FLAGS.config, workdir, settings.verify, settings.change)
 
 
