@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import logging
 import math
 import shutil
 import subprocess
@@ -28,7 +29,8 @@ from dape_jax.config import CHOICES, RunConfig
 from dape_jax.data.batches import train_batches
 from dape_jax.data.store import Sidecar, TokenStore
 from dape_jax.data.tokenizers import save_tokenizer, train_bpe
-from dape_jax.errors import InputError
+from dape_jax.errors import InputError, require
+from dape_jax.evaluation import command as watching
 from dape_jax.evaluation import figures, perplexity, programs, report, statistics, trained
 from dape_jax.evaluation.comparison import compare_perplexities
 from dape_jax.evaluation.options import Options
@@ -47,7 +49,7 @@ from dape_jax.evaluation.statistics import (
 from dape_jax.evaluation.trained import TrainedModel, corpora_of, read_trained
 from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, put_batch, read_mesh
-from dape_jax.training import loop
+from dape_jax.training import checkpoint, loop
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.source import load_corpus
 from dape_jax.training.step import (
@@ -895,3 +897,34 @@ def test_every_protocol_from_the_command_line(runs):
     done = run_command("eval.py", f"--workdir={runs[0]}", "--num_sequences=3")
     assert done.returncode == 2
     assert done.stderr.splitlines() == ["error: num_sequences = 3: must not be given: it is only for runs on tasks"]
+
+
+# ---- a run that is being trained
+
+
+def test_checkpoints_are_evaluated_as_they_appear(tmp_path, monkeypatch, caplog):
+    """Each step once, except one with results and one that was deleted meanwhile, until that of the last step."""
+    path = epath.Path(tmp_path)
+    saved, ran = [[], ["2"], ["4", "2"], ["6", "4"], ["8", "6"]], []
+
+    def restore_config(workdir, step):
+        require(step != "6", "step", step, "damaged")
+        return int(step), {"config": {"train": {"num_steps": 10}}}
+
+    caplog.set_level(logging.INFO, "dape_jax")
+    monkeypatch.setattr(watching, "WATCH_SECONDS", 0)
+    monkeypatch.setattr(checkpoint, "step_names", lambda _: saved.pop(0) if len(saved) > 1 else saved[0])
+    monkeypatch.setattr(checkpoint, "restore_config", restore_config)
+    (tmp_path / "step_4").mkdir()
+    (tmp_path / "step_4" / "lengths.json").write_text("{}")
+
+    def watch():
+        watching.watch(path, path, lambda step, directory: ran.append((step, directory.name)))
+
+    with pytest.raises(InputError, match="step = '6': damaged"):  # and still there
+        watch()
+    saved[:] = [["6", "4"], ["6", "4"], ["8"], ["8"], ["10", "8"]]
+    watch()
+    assert ran == [("2", "step_2"), ("8", "step_8"), ("10", "step_10")]
+    assert f"step 4: its results are in {tmp_path}/step_4" in caplog.messages
+    assert "step 6: deleted before it was evaluated" in caplog.messages

@@ -6,17 +6,27 @@
     dape-eval --workdir=runs/a,runs/b --lengths=512 --protocol=positions           # loss by position
     dape-eval --workdir=runs/che/a,runs/che/b --lengths=1-40,60-500/20             # runs on tasks: accuracy by length
     dape-eval --plot=runs/lengths.json --labels=a=Kerple,b=DAPE --format=pdf       # the figure again, in another form
+    dape-eval --workdir=runs/a --watch                                             # each checkpoint, when it is saved
 
 In a clone, `python eval.py` is the same program.
 """
 
 import dataclasses
+import logging
+import time
+from collections.abc import Callable
+
+from etils import epath
 
 from dape_jax import command_line
 from dape_jax.command_line import COMPILATION_CACHE, flag, use_compilation_cache
-from dape_jax.errors import require
+from dape_jax.errors import InputError, require
 from dape_jax.evaluation.options import Options
-from dape_jax.storage import to_path
+from dape_jax.storage import names_in, to_path
+
+logger = logging.getLogger(__name__)
+
+WATCH_SECONDS = 10  # between looks for new checkpoints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +44,11 @@ class Flags:
     )
     output: str | None = flag(
         None, "Directory of the results; the workdir, or the path common to all workdirs, if unset."
+    )
+    watch: bool = flag(
+        False,
+        "Evaluate the checkpoints of one run as they are saved, until that of the last step; results of step N are in "
+        "step_N of --output, by default of WORKDIR/watched. Steps that have results there are left out.",
     )
     compilation_cache: str | None = flag(None, COMPILATION_CACHE)
 
@@ -61,9 +76,53 @@ def main(given: Flags) -> None:
     workdirs = [to_path(workdir, "--workdir") for workdir in given.workdir]
     mesh = None if given.mesh is None else read_mesh("--mesh", given.mesh)
     output = to_path(given.output, "--output") if given.output else None
-    run = evaluate_tasks if are_algorithmic(workdirs) else evaluate
-    paths = run(workdirs, command_line.from_flags(Options), mesh=mesh, output=output)
-    print(f"\nresults: {paths.directory}\nfigure: {paths.figure}")
+    options = command_line.from_flags(Options)
+
+    def run(options: Options, output: epath.PathLike | None) -> None:
+        evaluate_any = evaluate_tasks if are_algorithmic(workdirs) else evaluate
+        paths = evaluate_any(workdirs, options, mesh=mesh, output=output)
+        print(f"\nresults: {paths.directory}\nfigure: {paths.figure}", flush=True)
+
+    if given.watch:
+        allowed = "must be one directory with --watch"
+        require(len(workdirs) == 1, "--workdir", list(given.workdir), allowed)
+        require(options.step == "newest", "--step", options.step, "must not be given with --watch")
+        watch(
+            workdirs[0],
+            output or workdirs[0] / "watched",
+            lambda step, to: run(dataclasses.replace(options, step=step), to),
+        )
+    else:
+        run(options, output)
+
+
+def watch(workdir: epath.Path, output: epath.Path, run: Callable[[str, epath.Path], None]) -> None:
+    """Call `run` with each saved step of a run and the directory of its results, until that of the last step.
+
+    Steps that are deleted before they are evaluated are left out, with a warning.
+    """
+    from dape_jax.training import checkpoint
+
+    logger.info("watching %s; Ctrl-C ends", workdir)
+    seen, is_last = set[str](), False
+    while not is_last:
+        new = [step for step in reversed(checkpoint.step_names(workdir)) if step not in seen]
+        if not new:
+            time.sleep(WATCH_SECONDS)
+            continue
+        step, directory = new[0], output / f"step_{new[0]}"
+        seen.add(step)
+        try:
+            saved = checkpoint.restore_config(workdir, step)[1]
+            is_last = int(step) == saved["config"]["train"]["num_steps"]
+            if any(name.endswith(".json") for name in names_in(directory)):
+                logger.info("step %s: its results are in %s", step, directory)
+                continue
+            run(step, directory)
+        except InputError:
+            if step in checkpoint.step_names(workdir):
+                raise
+            logger.warning("step %s: deleted before it was evaluated", step)
 
 
 def command() -> None:
