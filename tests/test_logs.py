@@ -4,8 +4,11 @@ import hashlib
 import io
 import json
 import logging
+import os
 import re
+import signal
 import sys
+import time
 import types
 from importlib.metadata import version
 from pathlib import Path
@@ -17,11 +20,12 @@ import tiny
 from dape_jax import progress
 from dape_jax.command_line import _PlainFormatter
 from dape_jax.config import RunConfig
+from dape_jax.distributed import process_zero_only
 from dape_jax.errors import InputError, StoppedError
 from dape_jax.evaluation.statistics import perplexity_of
 from dape_jax.progress import Progress
 from dape_jax.provenance import describe, record_start, run_id
-from dape_jax.training import loop, metrics
+from dape_jax.training import loop, metrics, watch
 
 pytestmark = pytest.mark.extra
 
@@ -62,6 +66,7 @@ def told(trained_root, tmp_path_factory):
         package.addHandler(handler)
         package.setLevel(logging.INFO)
         spec = tiny.spec(trained_root, train__num_steps=4, train__wandb="extrapolation", train__profile_steps=(1, 3))
+        spec["train"] |= {"wandb_entity": "lab", "wandb_group": "seeds", "wandb_tags": "kerple,T16"}
         try:
             with patch.context() as stop:
                 stop.setattr(loop.PreemptionGuard, "should_stop", lambda guard, step: step == 2)
@@ -89,6 +94,12 @@ def test_a_log_has_a_time_and_a_message_in_each_line(told):
     assert last_progress.startswith("my run: 4 of 4 steps, ")
     assert "validation" in last_progress
     assert "MFU 50.0%" in last_progress
+    # `train.log` has the same lines with the date, of both starts, and why the first one ended.
+    kept = (workdir / "train.log").read_text().splitlines()
+    stopped = [line.split(" ERROR ")[1] for line in kept if " ERROR " in line]
+    assert stopped == ["StoppedError: stopped by SIGTERM after step 2, saved; the same command resumes"]
+    assert [line.split(" INFO ")[1] for line in kept if " INFO " in line] == messages
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ", line) for line in kept)
     assert messages[-2:] == [
         f"training of '{workdir}' is complete: step 4 of 4",
         f"evaluate it: dape-eval --workdir='{workdir}'",
@@ -183,6 +194,7 @@ def test_every_destination_has_every_scalar_of_every_step_once(told):
     assert [line["step"] for line in lines] == [1, 2, 2, 3, 4, 4]
 
     assert (fake.begun["project"], fake.begun["name"], fake.begun["resume"]) == ("extrapolation", "my run", "allow")
+    assert (fake.begun["entity"], fake.begun["group"], fake.begun["tags"]) == ("lab", "seeds", ["kerple", "T16"])
     assert fake.begun["config"]["train"]["num_steps"] == 4
     assert fake.finished == 2
     starts = [json.loads(line) for line in (workdir / "starts.jsonl").read_text().splitlines()]
@@ -246,7 +258,44 @@ def test_wandb_without_the_package_or_a_key_is_one_line(trained_root, tmp_path, 
 def test_a_trace_is_written(told):
     workdir, _, _ = told
     traces = list((workdir / "profile").rglob("*.xplane.pb"))
-    assert len(traces) == 2  # of steps 1 and 2, and of step 3 after resuming
+    steps = [file.relative_to(workdir).parts[1:3] for file in sorted(traces)]
+    assert steps == [("step_1", "process_0"), ("step_3", "process_0")]  # of steps 1 and 2, and of 3 after resuming
+
+
+def test_a_signal_traces_the_next_steps_of_its_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "TRACED_STEPS", 2)
+    before = signal.getsignal(signal.SIGUSR2)
+    with watch.Trace(tmp_path, (9, 9), 0) as trace:
+        for step in range(1, 10):
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGUSR2)
+            trace.begin(step)
+            assert bool(trace.last) == (step in (3, 4, 9))
+            trace.end(step, jnp.ones(()))
+    assert signal.getsignal(signal.SIGUSR2) == before
+    assert sorted(file.name for file in (tmp_path / "profile").iterdir()) == ["step_3", "step_9"]
+    assert len(list(tmp_path.rglob("*.xplane.pb"))) == 2
+
+
+def test_a_stalled_run_is_one_line_with_its_place(monkeypatch, caplog):
+    monkeypatch.setattr(watch, "STALL_SECONDS", 0.2)
+    with watch.Watchdog(4) as watchdog:
+        for step in (5, 6):
+            time.sleep(0.1)
+            watchdog.ended(step)
+        process_zero_only(lambda: time.sleep(0.7))
+    (line,) = caplog.messages
+    assert line.startswith("process 0: no step has ended for 0 minutes, since step 6: in process_zero_only, ")
+    assert re.search(r"dape_jax/distributed\.py:\d+$", line)
+
+
+def test_tensorboard_without_its_package_is_one_line(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="dape_jax")
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    with metrics.MetricLogger(tmp_path, RunConfig.from_dict(tiny.spec(tmp_path)), 0):
+        pass
+    assert caplog.messages == ["TensorBoard: no events are written; pip install 'dape_jax[tensorboard]'"]
+    assert not (tmp_path / "tensorboard").exists()
 
 
 @pytest.mark.parametrize("steps", [(3,), (3, 2), (0, 2), (1, 2, 3)])

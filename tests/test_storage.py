@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+import logging
 import os
 import re
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -19,7 +21,7 @@ from test_survival import abstract, save_steps, small_state
 from dape_jax import files, storage
 from dape_jax.config import RunConfig
 from dape_jax.errors import InputError
-from dape_jax.training import checkpoint, metrics
+from dape_jax.training import checkpoint, metrics, watch
 
 # The server's threads and the libraries' sockets outlive a test.
 pytestmark = [
@@ -144,3 +146,20 @@ def test_metrics_are_written_before_a_checkpoint(bucket, tmp_path):
         logger.log_validation(3, {"loss_nats": 3.0})
     assert metrics.read_metrics(bucket)["validation/loss_nats"] == {1: 1.0, 3: 3.0}
     assert storage.names_in(bucket) == ["metrics.jsonl"]
+
+
+def test_the_log_and_a_trace_are_uploaded(bucket):
+    files.write_atomically(bucket / "train.log", b"earlier\n")
+    with watch.TrainLog(bucket) as log, watch.Trace(bucket, (2, 2), 0) as trace:
+        logging.getLogger("dape_jax").error("before the lock")
+        log.open()
+        logging.getLogger("dape_jax").error("after it")
+        log.upload()
+        lines = [line.rpartition("ERROR ")[2] for line in (bucket / "train.log").read_text().splitlines()]
+        assert lines == ["earlier", "before the lock", "after it"]
+        for step in (1, 2):
+            trace.begin(step)
+            trace.end(step, np.zeros(1))
+    (directory,) = (bucket / "profile/step_2/process_0/plugins/profile").iterdir()
+    assert any(name.endswith(".xplane.pb") for name in storage.names_in(directory))
+    assert not Path(trace.local).exists()

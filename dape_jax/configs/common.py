@@ -56,6 +56,9 @@ def make(
         max_to_keep=2,
         max_bad_steps=0,  # abort at the first non-finite step
         wandb=None,  # None: no project in Weights & Biases
+        wandb_entity=None,
+        wandb_group=None,
+        wandb_tags=None,  # comma-separated
         profile_steps=(),  # --config.train.profile_steps=10,15 traces these steps
     )
     config = dict(

@@ -1,6 +1,5 @@
 """Training loop. In: a config and a run directory. Out: checkpoints. Next: `evaluation/perplexity.py`."""
 
-import contextlib
 import logging
 import shlex
 import sys
@@ -26,7 +25,6 @@ from dape_jax.errors import require, require_package
 from dape_jax.model.transformer import Params, attention_of, model_structure, parameter_counts
 from dape_jax.provenance import describe, package_versions, provenance, record_start
 from dape_jax.sharding import make_mesh, put_batch
-from dape_jax.storage import is_remote
 from dape_jax.tasks.tapes import Batch
 from dape_jax.training import checkpoint
 from dape_jax.training.changes import allowed_changes, refuse
@@ -42,6 +40,7 @@ from dape_jax.training.step import (
     make_train_step,
     shardings_of,
 )
+from dape_jax.training.watch import Trace, TrainLog, Watchdog
 from dape_jax.training.weights import Start, read_start
 
 logger = logging.getLogger(__name__)
@@ -69,8 +68,14 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, c
             earlier checkpoints are kept.
         StoppedError: SIGTERM or SIGUSR1; the state is saved.
     """
+    with TrainLog(workdir) as train_log:
+        _train(spec, epath.Path(workdir), verify, change, train_log)
+
+
+def _train(
+    spec: dict[str, Any], workdir: epath.Path, verify: bool, change: tuple[str, ...], train_log: TrainLog
+) -> None:
     # ---- check the config
-    workdir = epath.Path(workdir)
     checkpoint.require_no_pattern(workdir)
     saved = checkpoint.read_config(workdir)
     run = read_run(follow_saved(follow_corpus(spec), saved))
@@ -78,8 +83,6 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, c
     run.check_mesh(mesh)
     if run.train.wandb is not None:
         require_package("wandb", "wandb", "train.wandb", run.train.wandb)
-    steps = run.train.profile_steps
-    require(not (steps and is_remote(workdir)), "train.profile_steps", steps, "must be empty for a workdir in a bucket")
     record: dict[str, Any] = {"config": resolved(run)}
     require_same(workdir=str(workdir), config=record["config"], versions=package_versions())
     step_names, changes = checkpoint.step_names(workdir), []
@@ -151,6 +154,7 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, c
     with jax.set_mesh(mesh), checkpoint.run_lock(workdir) as refresh_lock:
         # ---- start or resume
         process_zero_only(write_config)
+        process_zero_only(train_log.open)
         if resumed := checkpoint.restore_newest(workdir, planned):
             start, state, data_state = resumed
             logger.info("resuming from step %d of %d", start, run.train.num_steps)
@@ -170,12 +174,12 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, c
             PreemptionGuard() as preemption,
             checkpoint.Checkpoints(workdir, run.train.max_to_keep) as manager,
             MetricLogger(workdir, run, start) as metric_logger,
-            contextlib.ExitStack() as trace,
+            Trace(workdir, run.train.profile_steps, start) as trace,
+            Watchdog(start) as watchdog,
         ):
             if preemption.should_stop(start):
                 raise preemption.stopped(f"before step {start + 1}")
             timer = SharedTimer(run.train.checkpoint_seconds, start)
-            traced = run.train.profile_steps if jax.process_index() == 0 else ()
             for step in range(start + 1, run.train.num_steps + 1):
                 batch = next(source.batches)
                 tokens = (batch["positions"][0] >= 0).sum() if "positions" in batch else batch["inputs"].shape[1]
@@ -183,13 +187,11 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, c
                 if step == start + 1:
                     compile_step(train_step, state, batch)
                     metric_logger.restart_clock()
-                if traced and step == max(traced[0], start + 1) <= traced[1]:
-                    trace.enter_context(jax.profiler.trace(str(workdir / "profile")))
+                trace.begin(step)
                 state, metrics = train_step(state, batch)
-                if traced and step == traced[1]:
-                    jax.block_until_ready(metrics)
-                    trace.close()
+                trace.end(step, metrics)
                 metric_logger.log(step, metrics, int(tokens) * run.train.batch_size)
+                watchdog.ended(step - 1)  # whose metrics were fetched
                 last, stop = step == run.train.num_steps, preemption.should_stop(step)
                 is_due = timer.is_due(step) or step % run.train.checkpoint_interval == 0
                 refresh_lock()
@@ -201,6 +203,7 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, c
                     metric_logger.log_validation(step, validation)
                 if last or stop or is_due:
                     metric_logger.sync()
+                    train_log.upload()
                     jsons = {"data": source.batches.get_state(), "config": record}
                     checkpoint.save(manager, step, state._asdict(), jsons, validation_nats)
                     metric_logger.restart_clock()

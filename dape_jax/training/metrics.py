@@ -8,11 +8,12 @@
 Numbers that are not finite are strings ("nan", "inf"), because JSON has neither. The line of a skipped step has a
 `reason`: "bad" or "overflow". Lines are appended to a local file at once. An object in a bucket cannot be appended to:
 it is written again before each checkpoint, so that it has the lines of all steps up to the checkpoint. A run that
-resumes removes the lines of the steps that it repeats. TensorBoard (in a local workdir) and Weights & Biases receive
-the same numbers.
+resumes removes the lines of the steps that it repeats. TensorBoard (in a local workdir, with the extra `tensorboard`)
+and Weights & Biases receive the same numbers.
 """
 
 import contextlib
+import importlib.util
 import io
 import json
 import logging
@@ -69,8 +70,10 @@ class MetricLogger:
         self.is_first = jax.process_index() == 0
         if self.is_first:
             if run.train.wandb is not None:
-                self.sinks.append(self.stack.enter_context(_wandb(run.train.wandb, self.file.parent, resolved(run))))
-            if not is_remote(self.file):
+                self.sinks.append(self.stack.enter_context(_wandb(run, self.file.parent)))
+            if importlib.util.find_spec("tensorboardX") is None:
+                logger.info("TensorBoard: no events are written; pip install 'dape_jax[tensorboard]'")
+            elif not is_remote(self.file):
                 self.sinks.append(self.stack.enter_context(_tensorboard(self.file.parent / "tensorboard", start)))
             self._open_record(start)
         bar = Progress(
@@ -257,16 +260,23 @@ def _tensorboard(directory: epath.Path, start: int) -> Iterator[Sink]:
 
 
 @contextlib.contextmanager
-def _wandb(project: str, workdir: epath.Path, config: dict[str, Any]) -> Iterator[Sink]:
+def _wandb(run: RunConfig | TaskRunConfig, workdir: epath.Path) -> Iterator[Sink]:
     """Log scalars to Weights & Biases, under the run's id, so that a resumed run continues it."""
     import wandb  # pyright: ignore[reportMissingImports]  # an optional package
 
-    config |= {"workdir": str(absolute(workdir))}
+    train = run.train
+    place = {"project": train.wandb, "entity": train.wandb_entity, "group": train.wandb_group}
+    place |= {
+        "tags": train.wandb_tags and train.wandb_tags.split(","),
+        "name": workdir.name,
+        "id": run_id(workdir),
+        "resume": "allow",
+    }
     try:
-        run = wandb.init(project=project, name=workdir.name, id=run_id(workdir), resume="allow", config=config)
+        logged = wandb.init(**place, config=resolved(run) | {"workdir": str(absolute(workdir))})
     except wandb.Error as error:  # such as a missing key
-        raise InputError(f"train.wandb = {project!r}: {error}") from error
+        raise InputError(f"train.wandb = {train.wandb!r}: {error}") from error
     try:
-        yield lambda step, values: run.log(values, step=step)
+        yield lambda step, values: logged.log(values, step=step)
     finally:
-        run.finish()
+        logged.finish()
