@@ -6,12 +6,13 @@ With N tokens and B sequences on a chip in one part of the accumulation, V, H, G
 MLP, a bytes of the compute dtype and 4 bytes of float32, a layer keeps for the backward pass
 
     its input                       4 N D                                        with every remat policy
-    results of matmuls              a N (D + H K + 2 G K + D + F)                with "dots" or "none"
-    everything else                 N (4 D + a (2 D + H K + F)) and, if attention is dense, its scores, with "none"
+    results of matmuls              a N (2 D + H K + 2 G K + F)                  with "dots" or "none"
+    norms, activation, attention    N (12 D + a (2 D + H K + 4 F))               with "none"
+    dense scores                    4 B T^2 (3 H + 4 C)                          with "none"
 
-The step also holds what one layer recomputes or differentiates, a block of scores with its gradients,
-4 B rows T (3 H + 4 C) bytes, the logits of a chunk and their gradient, gathered weights and the gradients of all
-parameters. Buffers of the compiler's own and fragmentation are not counted: `tests/test_planning.py` compares the sum
+The step also holds what one layer recomputes or differentiates, of which the compiler fuses a part, a block of scores
+with its gradients, 4 B rows T (3 H + 4 C), the logits of a chunk and their gradient, gathered weights and the gradients
+of all parameters. Buffers of the compiler's own and fragmentation are not counted: `tests/test_planning.py` compares the sum
 with plans that were compiled.
 """
 
@@ -54,13 +55,13 @@ def estimate_memory(
             rows["at once"] = max(rows["at once"], min(attention.block_size, local))
 
     dots = a * N * (2 * D + (H + 2 * G) * K + (1 + model.gated_mlp) * F)
-    others = N * (4 * D + a * (2 * D + H * K + F))
+    others, fused = N * (12 * D + a * (2 * D + H * K + 4 * F)), N * (8 * D + 3 * a * F)
     kept = {"full": 0, "dots": dots, "none": dots + others}[model.remat] + 4 * N * D
     tokens, is_chunked = min(N, train.logits_chunk_tokens), train.logits_chunk_tokens < N
     return {
         "gradients": state["parameters"] * (1 + (train.accumulation_steps > 1)),
         "activations": model.num_layers * kept + (row * rows["kept"] if model.remat == "none" else 0),
-        "one layer": dots + others + row * rows["at once"],
+        "one layer": dots + others - fused + row * rows["at once"],
         "logits": 8 * tokens * V,
         "gathered weights": (a + 4 * is_chunked) * V * D + (a + 4) * D * F,  # the table, a matrix and their gradients
     }
