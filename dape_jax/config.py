@@ -73,9 +73,11 @@ class TrainConfig:
     max_to_keep: int = dataclasses.field(metadata=RESUMABLE)  # newest checkpoints to keep; the best one is kept as well
     max_bad_steps: int = dataclasses.field(metadata=RESUMABLE)  # consecutive non-finite steps to skip before aborting
     wandb: str | None = dataclasses.field(metadata=RESUMABLE)  # project in Weights & Biases, or None
-    # of the run in Weights & Biases, tags comma-separated; None: WANDB_ENTITY, WANDB_RUN_GROUP and WANDB_TAGS, if set
+    # account or team in Weights & Biases; None: that of WANDB_ENTITY, or the default
     wandb_entity: str | None = dataclasses.field(default=None, metadata=RESUMABLE, kw_only=True)
+    # group of the run in Weights & Biases; None: that of WANDB_RUN_GROUP, or none
     wandb_group: str | None = dataclasses.field(default=None, metadata=RESUMABLE, kw_only=True)
+    # comma-separated tags of the run in Weights & Biases; None: those of WANDB_TAGS, or none
     wandb_tags: str | None = dataclasses.field(default=None, metadata=RESUMABLE, kw_only=True)
     profile_steps: tuple[int, ...] = dataclasses.field(metadata=RESUMABLE)  # first and last step of a trace, or ()
 

@@ -1,7 +1,9 @@
 """Plan a run on hardware that need not exist: memory, hours, chip-hours, the largest batch, the command that trains.
 
-dape-plan --config=configs/paper.py:125m,bias=kerple,processor=dape --topology=v5litepod-16
-dape-plan --config=configs/paper.py:6.7b --topology=h100:64
+    dape-plan --config=configs/paper.py:125m,bias=kerple,processor=dape --topology=v5litepod-16
+    dape-plan --config=configs/paper.py:6.7b --topology=h100:64
+
+For the devices of this machine: `dape-train --plan`.
 """
 
 import dataclasses

@@ -12,8 +12,8 @@ MLP, a bytes of the compute dtype and 4 bytes of float32, a layer keeps for the 
 
 The step also holds what one layer recomputes or differentiates, of which the compiler fuses a part, a block of scores
 with its gradients, 4 B rows T (3 H + 4 C), the logits of a chunk and their gradient, gathered weights and the gradients
-of all parameters. Buffers of the compiler's own and fragmentation are not counted: `tests/test_planning.py` compares the sum
-with plans that were compiled.
+of all parameters. The compiler's own buffers and fragmentation are not counted. `tests/test_planning.py` compares the
+sum with programs that were compiled.
 """
 
 import math
