@@ -1,7 +1,9 @@
 """Exceptions for users, the checks that raise them, and text that is safe to print."""
 
 import difflib
+import importlib.metadata
 import importlib.util
+import re
 import signal
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -37,9 +39,28 @@ def require(condition: bool, field: str, value: object, allowed: str) -> None:
 
 
 def require_package(package: str, extra: str, field: str, value: object) -> None:
-    """Raise `InputError`, with the extra to install, if the package that `value` needs is missing."""
+    """Raise `InputError`, with the command that installs an extra, if the package that `value` needs is missing."""
     if importlib.util.find_spec(package) is None:
-        raise InputError(f"{field} = {value!r}: needs the package {package}: pip install 'dape_jax[{extra}]'")
+        raise InputError(f"{field} = {value!r}: needs the package {package}: {install_command(extra)}")
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs the packages of an extra.
+
+    It does not name this package, so that it works for an installation from a clone, a wheel or an index.
+    """
+    try:
+        requirements = importlib.metadata.requires("dape_jax") or []
+    except importlib.metadata.PackageNotFoundError:
+        return f"pip install '.[{extra}]' in the clone"
+    wanted, packages = [extra], list[str]()
+    for name in wanted:
+        for found in (re.fullmatch(rf"([^;]+); extra == .{name}.", each) for each in requirements):
+            if found and (inner := re.fullmatch(r"dape[_-]jax\[(.+)\]", found[1])):
+                wanted += inner[1].split(",")
+            elif found:
+                packages.append(f"'{found[1]}'")
+    return f"pip install {' '.join(packages)}"
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:

@@ -9,7 +9,7 @@ import importlib.metadata
 import math
 import os
 
-from dape_jax.errors import require
+from dape_jax.errors import install_command, require
 
 MIB = 2**20
 GIB = 2**30
@@ -71,7 +71,7 @@ def platform_fault(error: BaseException) -> str | None:
     is_missing = not any(name.startswith(plugin) for name in found)
     if not is_missing and not str(error).startswith("Unable to initialize backend"):
         return None
-    commands = " or ".join(f"pip install 'dape_jax[{extra}]'" for extra in extras)
+    commands = " or ".join(map(install_command, extras))
     allowed = f"must be cpu, cuda or tpu, and the device must be ready: {' '.join(str(error).split())[:300]}"
     installed = ", ".join(f"{name} {number}" for name, number in sorted(found.items()))
     fault = f"its plugin is missing: {commands}; or set JAX_PLATFORMS=cpu" if is_missing else allowed

@@ -8,6 +8,7 @@ one whose marker was replaced ends within a minute.
 import contextlib
 import glob
 import json
+import logging
 import math
 import os
 import re
@@ -19,9 +20,10 @@ from pathlib import Path
 import fsspec.config
 from etils import epath
 
-from dape_jax.errors import require, require_package
+from dape_jax.errors import InputError, require, require_package
 
 _PACKAGES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}  # package of each scheme for fsspec, and its extra
+logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs the traceback of each error that it raises
 MARKER_SECONDS, _WRITE_SECONDS = 600, 60  # age from which a marker is ignored; interval between writes
 
 
@@ -59,6 +61,18 @@ def is_remote(path: epath.PathLike) -> bool:
 def absolute(path: epath.PathLike) -> epath.Path:
     """Return a local path as an absolute path, and a path in a bucket unchanged."""
     return epath.Path(path) if is_remote(path) else epath.Path(path).absolute()
+
+
+@contextlib.contextmanager
+def read_errors(field: str, path: str) -> Iterator[None]:
+    """Raise `InputError` for any error in the block: file systems define their own exceptions."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # ImportError names the missing package
+        text = " ".join(str(error).split())
+        raise InputError(f"{field} = {path!r}: cannot be read: {type(error).__name__}: {text}") from error
 
 
 def names_in(directory: epath.Path) -> list[str]:

@@ -22,9 +22,9 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, read_run, resolved
-from dape_jax.data.store import read_errors
 from dape_jax.evaluation.report import FIXED_BELOW
 from dape_jax.files import json_digest, write_atomically
+from dape_jax.storage import read_errors
 from experiments.catalogue import EXPERIMENTS
 from experiments.methods import NOT_IN_PAPER, PRESETS, Cell, Model, Score, length_divisor, models_of, paper_tables
 from experiments.verdicts import Lookup, Sample, is_log

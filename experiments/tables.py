@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dape_jax.data.store import read_errors
 from dape_jax.evaluation.figures import table_of
 from dape_jax.evaluation.options import Options
 from dape_jax.fields import sections
@@ -21,6 +20,7 @@ from dape_jax.hardware import mfu
 from dape_jax.model.flops import model_flops_per_token
 from dape_jax.planning.plan import run_to_plan
 from dape_jax.recipes import read_config
+from dape_jax.storage import read_errors
 from experiments.catalogue import EXPERIMENTS
 from experiments.methods import NOT_IN_PAPER, paper_tables
 from experiments.runs import read_runs

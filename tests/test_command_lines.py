@@ -115,7 +115,10 @@ REFUSED = {
     f"{TRAIN}quickstart.py --config.model.num_layers=0": ["model.num_layers = 0 & positive"],
     f"{TRAIN}quickstart.py:bias=t5 --config.model.bias.num_buckets=2": ["model.bias.num_buckets & 2 & 4"],
     f"{TRAIN}quickstart.py:bias=nope --config.model.processor.inputs=bias": ["model.processor.inputs & bias"],
-    f"{TRAIN}quickstart.py --config.data.path=/nowhere": ["data.path & /nowhere"],
+    f"{TRAIN}quickstart.py --config.data.path=tests/test_dat.py": [
+        "data.path = 'tests/test_dat.py': does not exist; did you mean tests/test_data.py? & prepared corpus"
+    ],
+    "dape_jax.data.prepare --show=docss": ["--show = 'docss' & prepared corpus; did you mean docs?"],
     # flags of programs
     f"{TRAIN}quickstart.py train.num_steps=3": ["train.num_steps=3 & --name=value"],
     "train.py --help=optimiser": ["--help = 'optimiser' & optimizer?"],
@@ -259,8 +262,8 @@ def test_a_closed_standard_error_changes_nothing():
 
 
 PLATFORMS = {
-    "cuda": r"its plugin is missing: pip install 'dape_jax\[cuda13\]' or pip install 'dape_jax\[cuda12\]'; or set .*",
-    "tpu": r"its plugin is missing: pip install 'dape_jax\[tpu\]'; or set .*",
+    "cuda": r"its plugin is missing: pip install 'jax\[cuda13\]>=[\d.]+' or pip install 'jax\[cuda12\]>=[\d.]+'; or .*",
+    "tpu": r"its plugin is missing: pip install 'jax\[tpu\]>=[0-9.]+'; or set .*",
     "cpu,nosuch": r"must be cpu, cuda or tpu, and the device must be ready: Unable to initialize backend 'nosuch': .*",
 }
 

@@ -279,7 +279,7 @@ def test_a_text_for_validation_is_used_whole_and_so_is_the_other(tmp_path: Path)
     assert [store.num_documents for store in inner.stores("all")] == [28, 1]  # files are not in both
     (other / "new.txt").write_bytes(b"more")
     assert load_corpora(both).digest != corpora.digest
-    with pytest.raises(InputError, match=r"data\.validation_path = '/nowhere': input = "):
+    with pytest.raises(InputError, match=r"data\.validation_path = '/nowhere': does not exist; "):
         load_corpora(dataclasses.replace(both, validation_path="/nowhere"))
 
 

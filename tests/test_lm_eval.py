@@ -411,7 +411,7 @@ def test_without_the_extra_it_is_one_line():
     done = run("-c", program)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert "not installed; pip install 'dape_jax[lm-eval]'" in line
+    assert "not installed; pip install 'lm-eval>=" in line
 
 
 @pytest.mark.slow

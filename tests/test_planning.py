@@ -183,7 +183,7 @@ def test_bad_input_is_refused_before_compiling(monkeypatch):
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(compiling.sys, "prefix", "/nowhere")
-    with pytest.raises(InputError, match="make tpu-aot"):
+    with pytest.raises(InputError, match="--target=tpu-aot libtpu"):
         compiling.find_libtpu()
     monkeypatch.setenv("TPU_LIBRARY_PATH", __file__)
     for changes, mesh, field in (

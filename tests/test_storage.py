@@ -46,8 +46,23 @@ def test_a_path_is_local_or_in_a_bucket(monkeypatch):
     with pytest.raises(InputError, match=r"^workdir = 's3://bucket/runs/a': must be local or gs://"):
         checkpoint.step_names(remote)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"needs the package s3fs: pip install 'dape_jax\[s3\]'"):
+    with pytest.raises(InputError, match=r"needs the package s3fs: pip install 's3fs>=[0-9.]+'$"):
         storage.to_path("s3://bucket/a", "--workdir")
+
+
+def test_an_unreachable_bucket_is_one_line_with_the_directory(monkeypatch):
+    """S3's errors are no OSError, and gcsfs logs the traceback of each of its own."""
+
+    def fail(directory):
+        raise RuntimeError("no such host")
+
+    monkeypatch.setattr(checkpoint, "names_in", fail)
+    for read in (checkpoint.read_config, checkpoint.restore_config):
+        with pytest.raises(
+            InputError, match=r"^workdir = 'gs://bucket/a': cannot be read: RuntimeError: no such host$"
+        ):
+            read(storage.to_path("gs://bucket/a", "--workdir"))
+    assert not logging.getLogger("gcsfs").isEnabledFor(logging.ERROR)
 
 
 def test_files_are_written_read_and_listed(bucket):

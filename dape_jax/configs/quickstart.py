@@ -1,7 +1,7 @@
 """Length-extrapolation curve in minutes, on two CPU cores and the source of Python's standard library.
 
 A byte-level model of 0.9 M parameters is trained on the standard library's source at 64 bytes and evaluated at up to
-2048, 32 times longer. `make demo` runs both methods and draws one figure:
+2048, 32 times longer. Both methods and one figure, in a clone by `make demo`:
 
     python train.py --config=configs/quickstart.py:processor=none --workdir=runs/quickstart/kerple
     python train.py --config=configs/quickstart.py:processor=dape --workdir=runs/quickstart/dape1x3-kerple

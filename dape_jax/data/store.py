@@ -16,6 +16,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import glob
 import hashlib
 import itertools
 import logging
@@ -32,10 +33,10 @@ import numpy as np
 from jaxtyping import Int64, UInt
 
 from dape_jax.data.tokenizers import TOKENIZER_FILE, Bytes, Tokenizer, read_tokenizer, saved_tokenizer
-from dape_jax.errors import InputError, one_of, require
+from dape_jax.errors import InputError, did_you_mean, one_of, require
 from dape_jax.files import json_digest, parse_json, read_json, write_json
 from dape_jax.progress import Progress
-from dape_jax.storage import is_remote, require_local
+from dape_jax.storage import is_remote, read_errors, require_local
 
 logger = logging.getLogger(__name__)
 
@@ -291,8 +292,12 @@ def find_corpus(path: str, config: DataConfig, field: str = "data.path") -> Path
     """
     sidecars = _sidecars(path, field)
     if not sidecars:
-        is_split = Path(os.path.expanduser(path), TOKENS_FILE).exists()
+        local = Path(os.path.expanduser(path))
+        is_split = (local / TOKENS_FILE).exists()
         require(not is_split, field, path, "is one split of a corpus; give the directory above it")
+        is_text = path == STDLIB or is_remote(path) or glob.has_magic(path) or local.exists()
+        allowed = "give a prepared corpus, or text: a file, a directory, a quoted glob or stdlib"
+        require(is_text, field, path, f"does not exist{nearest(local)}; {allowed}")
         return None
     name, given = sidecars["train"].tokenizer, config.tokenizer
     if given is not None and not re.fullmatch(_NAME, given):
@@ -302,6 +307,12 @@ def find_corpus(path: str, config: DataConfig, field: str = "data.path") -> Path
     if is_remote(path):
         return _local_copy(path, field, sidecars, Path(os.path.abspath(os.path.expanduser(config.cache_dir))))
     return Path(os.path.expanduser(path))
+
+
+def nearest(path: Path) -> str:
+    """Return "; did you mean PATH?" with the path beside a missing one that has the most similar name, or ""."""
+    names = os.listdir(path.parent) if path.parent.is_dir() and not path.exists() else ()
+    return did_you_mean(path.name, names, "" if path.parent == Path() else f"{path.parent}/")
 
 
 def follow_corpus(spec: dict[str, Any]) -> dict[str, Any]:
@@ -411,15 +422,3 @@ def _local_copy(url: str, field: str, sidecars: dict[str, Sidecar], cache: Path)
             open_corpus(copy).verify()
             copy.rename(directory)
     return directory
-
-
-@contextlib.contextmanager
-def read_errors(field: str, path: str) -> Iterator[None]:
-    """Raise `InputError` for any error in the block: file systems define their own exceptions."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:  # ImportError names the missing package
-        text = " ".join(str(error).split())
-        raise InputError(f"{field} = {path!r}: cannot be read: {type(error).__name__}: {text}") from error

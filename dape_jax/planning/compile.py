@@ -78,7 +78,10 @@ def find_libtpu() -> Path:
     installed = Path(spec.origin).parent if spec and spec.origin else Path(sys.prefix) / "tpu-aot" / "libtpu"
     if not (installed / "libtpu.so").is_file():
         # Not installed into the environment: there, every JAX command on a machine without a TPU would print a warning.
-        raise InputError("libtpu: not installed; `make tpu-aot` installs it for planning only")
+        raise InputError(
+            "libtpu: not installed; pip install --no-deps --target=tpu-aot libtpu, and set "
+            "TPU_LIBRARY_PATH=tpu-aot/libtpu/libtpu.so"
+        )
     return installed / "libtpu.so"
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from dape_jax.errors import InputError, printable, require
+from dape_jax.errors import InputError, install_command, printable, require
 from dape_jax.files import read_json
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ def find_source(source: str) -> Path:
     try:
         import huggingface_hub  # an optional package, of the extra hf
     except ImportError as error:
-        raise InputError(f"source = {source!r}: {advice} (pip install 'dape_jax[hf]')") from error
+        raise InputError(f"source = {source!r}: {advice} ({install_command('hf')})") from error
     try:
         return Path(huggingface_hub.snapshot_download(source, allow_patterns=_DOWNLOADED))
     except Exception as error:  # of its own, of httpx, and of the file system

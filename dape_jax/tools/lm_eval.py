@@ -37,7 +37,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from dape_jax.data.conventions import saved_conventions
 from dape_jax.data.tokenizers import saved_tokenizer
-from dape_jax.errors import InputError, printable, require
+from dape_jax.errors import InputError, install_command, printable, require
 from dape_jax.evaluation.programs import model_at, padded_batches, run_in_batches
 from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.model.loss import nll
@@ -57,7 +57,7 @@ try:
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ModuleNotFoundError as missing:
-    advice = f"{missing.name}: not installed; pip install 'dape_jax[lm-eval]'"
+    advice = f"{missing.name}: not installed; {install_command('lm-eval')}"
     if __name__ == "__main__":
         print(f"error: {advice}", file=sys.stderr)
         sys.exit(2)

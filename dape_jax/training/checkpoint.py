@@ -36,7 +36,7 @@ from dape_jax.distributed import first_fault, process_zero_only
 from dape_jax.errors import InputError, require
 from dape_jax.files import exclusive_lock, json_digest, read_json, write_json
 from dape_jax.model.transformer import Params
-from dape_jax.storage import absolute, is_remote, names_in, run_marker
+from dape_jax.storage import absolute, is_remote, names_in, read_errors, run_marker
 from dape_jax.training.step import TrainState
 
 CONFIG_FILE, LOCK_FILE = "config.json", "run.lock"
@@ -106,6 +106,9 @@ def read_config(workdir: epath.PathLike) -> dict[str, Any] | None:
         InputError: there is a run, but neither the file nor any checkpoint is intact.
     """
     file = epath.Path(workdir) / CONFIG_FILE
+    if is_remote(workdir):
+        with read_errors("workdir", str(workdir)):  # of the network
+            names_in(_directory(workdir))
     try:
         record = read_json(file)
         is_record = isinstance(record.get("config"), dict) and isinstance(record.get("data_digest"), str)
@@ -154,7 +157,8 @@ def step_names(workdir: epath.PathLike) -> list[str]:
     An unfinished save has another name, or in a bucket lacks the file `_COMPLETE`.
     """
     directory = _directory(workdir)
-    found = [name for name in names_in(directory) if name.isdecimal()]
+    with read_errors("workdir", str(workdir)):
+        found = [name for name in names_in(directory) if name.isdecimal()]
     if is_remote(directory):
         found = [name for name in found if _COMPLETE in names_in(directory / name)]
     return sorted(found, key=int, reverse=True)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import fsspec
 
-from dape_jax.data.store import SIDECAR_FILE, SPLITS, STDLIB, Split, read_errors
+from dape_jax.data.store import SIDECAR_FILE, STDLIB, Split
 from dape_jax.errors import require
-from dape_jax.storage import is_remote
+from dape_jax.storage import is_remote, read_errors
 
 
 class InputFile(NamedTuple):
@@ -40,12 +40,12 @@ def find_files(paths: Iterable[str], excluded: Collection[Path] = (), field: str
     """
     files: dict[str, InputFile] = {}
     for path in paths:
-        parts = (os.path.join(os.path.expanduser(path), split, SIDECAR_FILE) for split in ("", *SPLITS))
-        allowed = "must be text, not a prepared corpus: train on it with --config.data.path"
-        require(not any(map(os.path.exists, parts)), field, path, allowed)
         with read_errors(field, path):
             found = _find_remote(path) if is_remote(path) else map(_stat, _find_local(path))
             kept = [file for file in found if not any(Path(file.path).is_relative_to(each) for each in excluded)]
+        corpora = sorted({os.path.dirname(file.path) for file in kept if os.path.basename(file.path) == SIDECAR_FILE})
+        allowed = f"must be text, not a prepared corpus, as in {corpora[:1]}: train on that with --config.data.path"
+        require(not corpora, field, path, allowed)
         allowed = f"no files there; give a file, a directory or a glob that matches files, or {STDLIB!r}"
         require(len(kept) > 0, field, path, allowed)
         for file in kept:
