@@ -8,12 +8,15 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
+from matplotlib.typing import ColorType
 from PIL import Image
 
-from dape_jax.evaluation.figures import band, distinct_colors, drawn, log_y_axis, mark_train_lengths, only_drawn
+from dape_jax.evaluation.figures import LOG_FROM, band, drawn, log_axis, mark_train_lengths, only_drawn
+from dape_jax.evaluation.styles import styles_of
 from dape_jax.files import write_atomically
 from dape_jax.tasks import TASKS
 from experiments.catalogue import EXPERIMENTS
@@ -45,7 +48,8 @@ def write_png(file: Path, figure: Figure) -> None:
 def experiment_figure(groups: list[Group]) -> Figure:
     """Draw an experiment: a row of panels for each of our groups, by task or by size and train length; then the paper.
 
-    One panel compares train lengths if the paper uses the same tokens per step at all of them.
+    One panel compares train lengths if the paper uses the same tokens per step at all of them. Panels of perplexities
+    in a row have one axis. Methods of a task and tasks that have no run are named.
     """
     experiment = EXPERIMENTS[groups[0].experiment]
     compares = experiment.step_tokens is not None
@@ -58,16 +62,31 @@ def experiment_figure(groups: list[Group]) -> Figure:
         rows = [(group, panels[i : i + 3]) for group, panels in rows for i in range(0, len(panels), 3)]
     across = max(len(panels) for _, panels in rows)
     figure = Figure(figsize=(5.4 * across + 1.2, 3.6 * len(rows)), layout="constrained")
-    grid = figure.subplots(len(rows), across, squeeze=False)
+    grid = figure.subplots(
+        len(rows), across, squeeze=False, sharey="row" if experiment.metric == "perplexity" else False
+    )
     # Our methods first. The paper may have methods that are not finished here.
     curves = dict.fromkeys(_curve(item, compares) for _, panels in rows for _, series in panels for item in series)
-    colors = dict(zip(curves, distinct_colors(len(curves)), strict=True))
+    styles = dict(zip(curves, styles_of([method for method, _ in curves]), strict=True))
+    if compares:  # the longer the train length, the lighter the curve
+        trained = sorted({length for _, length in curves})
+        for curve, style in styles.items():
+            style.pop("markerfacecolor", None)
+            style |= {"linestyle": "-", "alpha": 1 - 0.75 * trained.index(curve[1]) / len(trained)}
     for row, (group, panels) in zip(grid, rows, strict=True):
         for axes, panel in itertools.zip_longest(row, panels):
             if panel is None:
                 axes.remove()
             else:
-                _draw_panel(axes, group, panel[1], experiment.metric, compares, colors)
+                _draw_panel(axes, group, panel[1], experiment.metric, compares, styles)
+        if experiment.metric in ("perplexity", "delta"):
+            for axes, _ in zip(row, panels, strict=False):
+                _scale_text_axes(axes, [item for _, series in panels for item in series])
+    missing = [
+        task for task in experiment.tasks if task not in {item.task for group in groups for item in group.series}
+    ]
+    if missing:
+        figure.supxlabel(f"tasks without a run: {', '.join(missing)}", fontsize=9)
     if experiment.metric == "step_ms":  # bars are labelled on the axis
         return figure
     if compares:  # a name has our train length in our panel, and the paper's in the paper's
@@ -90,19 +109,25 @@ def _curve(series: Series, compares: bool) -> tuple[str, int]:
 
 
 def _draw_panel(
-    axes: Axes, group: Group, series: list[Series], metric: str, compares: bool, colors: dict[tuple[str, int], Any]
+    axes: Axes, group: Group, series: list[Series], metric: str, compares: bool, styles: dict[tuple[str, int], Any]
 ) -> None:
     first = series[0]
     trained = "" if compares or first.task else f", trained at {first.train_length // group.divisor}"
     axes.set_title(f"{group.title}: {first.task or group.sizes[first.size]}{trained}", fontsize=9)
     if metric == "step_ms":
-        axes.barh([item.method for item in series], [fmean(item.over_seeds(item.train_length)) for item in series])
+        means = [fmean(item.over_seeds(item.train_length)) for item in series]
+        axes.barh([item.method for item in series], means, color=[styles[_curve(i, compares)]["color"] for i in series])
         axes.set_xlabel(UNITS[metric])
         return
     for item in series:
         name = f"{item.method}, trained at {item.train_length // group.divisor}" if compares else item.method
-        _draw_curve(axes, item, group.divisor, name, colors[_curve(item, compares)])
-    (_scale_task_axes if first.task else _scale_text_axes)(axes, series)
+        _draw_curve(axes, item, group.divisor, name, styles[_curve(item, compares)])
+    if first.task:
+        _scale_task_axes(axes, series)
+        shown = dict.fromkeys(item.method for item in group.series)
+        if missing := [method for method in shown if method not in {item.method for item in series}]:
+            text = f"not run: {', '.join(missing)}"
+            axes.annotate(text, (0.99, 0.98), xycoords="axes fraction", ha="right", va="top", fontsize=8)
     axes.set_ylabel(UNITS[metric])
     axes.grid(alpha=0.3)
 
@@ -114,26 +139,21 @@ def _add_legend(axes: Axes, panels: Sequence[Axes]) -> None:
     }  # ours, not the paper's
     labels = dict.fromkeys(str(line.get_label()) for panel in panels for line in panel.get_lines())
     handles = [lines[label] for label in labels if not label.startswith("_")]
-    axes.legend(handles=handles, fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    axes.legend(handles=handles, fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5), handlelength=4)
 
 
-def _draw_curve(axes: Axes, series: Series, divisor: int, name: str, color: Any) -> None:
-    """Plot the mean over seeds and their range; a single number is a marker with its name below it."""
+def _draw_curve(axes: Axes, series: Series, divisor: int, name: str, style: dict[str, Any]) -> None:
+    """Plot the mean over seeds and their range; a single number is a marker."""
     over_seeds = [series.over_seeds(length) for length in series.lengths]
     lengths = [length // divisor for length in series.lengths]
-    width, marker = 2.2 if series.method.startswith("dape") else 1.2, "o" if len(lengths) <= 40 else None
-    means = drawn(mean_of(values) for values in over_seeds)
-    if len(lengths) == 1:
-        axes.plot(lengths, means, marker="D", markersize=6, linestyle="", label=name, color=color)
-        if math.isfinite(means[0]):
-            at = {"xytext": (0, -13), "textcoords": "offset points", "ha": "center"}
-            axes.annotate(name, (lengths[0], means[0]), **at, fontsize=7, color=color)
-        return
-    axes.plot(lengths, means, marker=marker, markersize=3, linewidth=width, label=name, color=color)
-    band(axes, lengths, [(min(values), max(values)) for values in over_seeds], color)
+    width = 2.2 if series.method.startswith("dape") else 1.2
+    sizes = {"markersize": 4, "linewidth": width} if len(lengths) > 1 else {"markersize": 7, "linestyle": ""}
+    axes.plot(lengths, drawn(mean_of(values) for values in over_seeds), label=name, **style | sizes)
+    band(axes, lengths, [(min(values), max(values)) for values in over_seeds], style["color"])
 
 
 def _scale_text_axes(axes: Axes, series: list[Series]) -> None:
+    """Scale the axes of a panel for the curves of all panels that are compared with it."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_xlabel("sequence length (tokens)")
@@ -145,12 +165,12 @@ def _scale_text_axes(axes: Axes, series: list[Series]) -> None:
     if low > 0:
         peaks = [max(means) for means in curves]
         usual = median(peaks)
-        if usual < 2 * min(peaks) and top > 4 * usual:
+        if usual < 2 * min(peaks) and top > 100 * usual:
             # Most methods are close to each other, and the few far above would make one line of them.
             top = max(1.5 * usual, 1.1 * max(map(min, curves)))  # part of each curve is drawn
             axes.set_ylim(0.95 * low, top)
-        if top > 4 * low:
-            log_y_axis(axes)
+        if top > LOG_FROM * low:
+            log_axis(axes)
     elif low < 0 and max(-low, top) > 10:
         # Differences of both signs: linear between -1 and 1, logarithmic beyond, where one method may hide the others.
         axes.set_yscale("symlog", linthresh=1.0)
@@ -161,13 +181,59 @@ def _scale_task_axes(axes: Axes, series: list[Series]) -> None:
     chance = 100 * TASKS[series[0].task].random_accuracy
     axes.axhline(chance, color="gray", linestyle=":", linewidth=1.5)
     axes.annotate("chance", (0.99, chance - 1), xycoords=("axes fraction", "data"), ha="right", va="top", fontsize=8)
-    mark_train_lengths(axes, [series[0].train_length])
     axes.set_xlim(left=0)
+    mark_train_lengths(axes, [series[0].train_length])
     axes.set_ylim(-3, 105)
     axes.set_xlabel("input length (symbols)")
 
 
+# ---- continued models
+
+
+def continued_figure(steps: Sequence[dict[str, Any]]) -> Figure:
+    """Draw perplexity by steps of continuation: a panel for each length, a line for each way to continue.
+
+    `steps` are those of `retrofit.json`; the original model is a horizontal line.
+    """
+    points: dict[str, list[dict[str, Any]]] = {}
+    for step in steps:
+        points.setdefault(step["way"], []).append(step)
+    lengths = list(steps[0]["perplexity"])
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    panels = figure.subplots(1, len(lengths), sharey=True)
+    for axes, length in zip(panels, lengths, strict=True):
+        for (way, found), style in zip(points.items(), styles_of([_method_of(way) for way in points]), strict=True):
+            found = sorted(found, key=lambda step: step["percent"])
+            values = [step["perplexity"][length] for step in found]
+            if way.startswith("original"):
+                axes.axhline(
+                    values[0], color="black", linewidth=1.2, linestyle="--" if "yarn" in way else ":", label=way
+                )
+            else:
+                axes.plot([step["percent"] for step in found], values, label=way, markersize=5, **style)
+        axes.set(title=f"{int(length):,} bytes ({int(length) // int(lengths[0])} T)", xlabel="steps, % of the original")
+        axes.grid(alpha=0.3)
+    log_axis(panels[0])
+    panels[0].set_ylabel(f"perplexity of the last {lengths[0]} bytes")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9)
+    return figure
+
+
+def _method_of(way: str) -> str:
+    """Return the method of a way: "Kerple + DAPE1x3, only these" -> "dape1x3-kerple-only-these"."""
+    first, *suffix = way.split(", ")
+    *parts, last = first.split(" + ")
+    return "-".join([last, *parts, *suffix]).lower()
+
+
 # ---- all experiments
+
+
+def distinct_colors(number: int) -> list[ColorType]:
+    """Return a list of colours; above 20, neighbours in the list are similar."""
+    if number <= 20:
+        return list(matplotlib.color_sequences["tab10" if number <= 10 else "tab20"][:number])
+    return [matplotlib.colormaps["turbo"](n / (number - 1)) for n in range(number)]
 
 
 def gain_figure(found: Sequence[Gain]) -> Figure:

@@ -4,6 +4,7 @@
     gains.json, gain.png      gain of DAPE over all experiments
     EXPERIMENT/report.json    verdicts and results of one experiment, by group
     EXPERIMENT/figure.png     its curves, and the paper's
+    retrofit/retrofit.png     continued models, from retrofit.json, if it exists
 
 Lengths in claims and groups are the paper's; tables and figures divide them by the preset's divisor.
 """
@@ -17,12 +18,12 @@ from typing import Any
 
 from dape_jax.errors import require
 from dape_jax.evaluation.report import FIXED_BELOW, json_values, markdown_table
-from dape_jax.files import write_json
+from dape_jax.files import read_json, write_json
 from dape_jax.tasks import TASKS
 from experiments.catalogue import EXPERIMENTS
 from experiments.gains import gains
 from experiments.methods import NOT_IN_PAPER, Cell, Less, Score
-from experiments.plots import UNITS, experiment_figure, gain_figure, write_png
+from experiments.plots import UNITS, continued_figure, experiment_figure, gain_figure, write_png
 from experiments.runs import Group, lookup_in, mean_of, paper_groups, read_groups
 from experiments.verdicts import (
     MIN_SEEDS,
@@ -37,6 +38,7 @@ from experiments.verdicts import (
     judge,
 )
 
+CONTINUED = "retrofit/retrofit.json"
 Judged = list[tuple[Group, list[Judgement]]]
 
 
@@ -54,6 +56,9 @@ def write(results: Path) -> Path:
         write_png(results / "gain.png", gain_figure(gained))
         write_json(results / "gains.json", {"gains": json_values([vars(each) for each in gained])})
         parts += [GAIN, "![gain](gain.png)"]
+    if (results / CONTINUED).exists():
+        steps = read_json(results / CONTINUED)["steps"]
+        write_png((results / CONTINUED).with_suffix(".png"), continued_figure(steps))
     judged = [(group, judge_all(group)) for group in groups]
     for name in dict.fromkeys(group.experiment for group in groups):
         ours = [(group, items) for group, items in judged if group.experiment == name]
@@ -294,7 +299,7 @@ def _task_rows(group: Group, *, beyond: bool) -> list[list[str]]:
     methods = [m for m in EXPERIMENTS[group.experiment].methods if any(m == found for found, _ in means)]
     rows = [["task", "level", "chance", *methods]]
     for task in dict.fromkeys(series.task for series in group.series):
-        cells = [format_spread(list(means.get((method, task), {}).values())) for method in methods]
+        cells = [format_spread(list(means.get((method, task), {}).values())) or "not run" for method in methods]
         rows.append([task, TASKS[task].level, f"{100 * TASKS[task].random_accuracy:.0f}", *cells])
     return rows
 

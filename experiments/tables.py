@@ -133,7 +133,7 @@ def table6() -> str:
     rows = []
     for task, part in ((task, part) for task in ours for part in ("within", "beyond")):
         values = [list(ours[task][method][part].values()) if method in ours[task] else [] for method in methods]
-        shown = [f"{fmean(v):.1f} ({min(v):.1f} to {max(v):.1f})" if v else "" for v in values]
+        shown = [f"{fmean(v):.1f} ({min(v):.1f} to {max(v):.1f})" if v else "not run" for v in values]
         paper = ", ".join(f"{papers[task][method]:.2f}" for method in methods) if part == "beyond" else ""
         rows.append([f"`{task}`", "1 to 40" if part == "within" else "41 to 500", *shown, paper])
     return table(["task", "lengths", *(NAMES[method] for method in methods), "in the paper"], rows)

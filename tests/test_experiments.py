@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 from collections import Counter
@@ -12,9 +13,13 @@ import pytest
 import tiny
 from matplotlib.figure import Figure
 
+from benchmarks.figures import layers_figure
 from dape_jax.config import RunConfig, TaskRunConfig, read_run
 from dape_jax.errors import InputError
+from dape_jax.evaluation.figures import table_of
+from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.report import json_values
+from dape_jax.evaluation.styles import STYLES
 from dape_jax.model.transformer import model_structure
 from dape_jax.tasks import CHE as TASKS
 from experiments import __main__ as experiments_main
@@ -584,7 +589,7 @@ def drawn(axes) -> list:
     return [line for line in axes.get_lines() if line.get_marker() not in ("None", None) and len(line.get_xdata())]
 
 
-def test_every_experiment_is_drawn_with_a_color_for_each_curve_and_the_papers_curves():
+def test_every_experiment_is_drawn_with_a_style_for_each_curve_and_the_papers_curves():
     for name, experiment in EXPERIMENTS.items():
         series = [
             Series(method, size, task, train_length, {0: {train_length: 2.0 + n, 2 * train_length: 3.0 + n}})
@@ -595,7 +600,8 @@ def test_every_experiment_is_drawn_with_a_color_for_each_curve_and_the_papers_cu
         for panel in (panel for panel in figure.axes if not panel.patches):  # no bars
             curves = [line for line in panel.get_lines() if not str(line.get_label()).startswith("_")]
             assert curves
-            assert len({line.get_color() for line in curves}) == len(curves)
+            styles = {(line.get_color(), str(line._dash_pattern), line.get_alpha()) for line in curves}
+            assert len(styles) == len(curves)
     ours, other = (dataclasses.replace(paper_groups("fig2")[0], about={"x": []}, preset="small", data=d) for d in "ab")
     figure = plots.experiment_figure([dataclasses.replace(ours, series=ours.series[:1]), other])
     titles = [axes.get_title() for axes in figure.axes]
@@ -614,19 +620,55 @@ def test_a_curve_far_above_most_others_is_cut_but_not_hidden():
         axes = Figure().subplots()
         series = [Series(str(n), "125m", "", 512, {0: {512: low, 4096: high}}) for n, (low, high) in enumerate(curves)]
         for item in series:
-            plots._draw_curve(axes, item, 1, item.method, "tab:blue")
+            plots._draw_curve(axes, item, 1, item.method, {"color": "tab:blue", "marker": "o", "linestyle": "-"})
         plots._scale_text_axes(axes, series)
         return axes.get_ylim()
 
     close = [(2.3, 1.9), (2.3, 2.2)]
-    low, high = limits(*close, (2.3, 110.0))
+    low, high = limits(*close, (2.3, 510.0))
     assert 1.5 < low < 1.9
     assert 2.3 < high < 4
-    low, high = limits(*close, (2.3, 2.3), (9.0, 110.0))
+    low, high = limits(*close, (2.3, 2.3), (9.0, 510.0))
     assert 1.5 < low < 1.9
-    assert 9.0 < high < 110.0
-    assert limits(*close, (2.3, 30.0), (2.3, 110.0))[1] > 110.0
-    assert limits((2.3, 1.9), (2.3, 30.0), (2.3, 110.0))[1] > 110.0
+    assert 9.0 < high < 510.0
+    assert limits(*close, (2.3, 30.0), (2.3, 510.0))[1] > 510.0
+    assert limits((2.3, 1.9), (2.3, 30.0), (2.3, 510.0))[1] > 510.0
+
+
+def test_a_method_has_one_style_in_every_figure():
+    """Figures of evaluations, experiments and continued models; implementations of attention in that of the GPU."""
+    found: dict[str, set] = {"kerple": set(), "dape1x3-kerple": set()}
+
+    def collect(figure: Figure, names: dict[str, str]) -> None:
+        figure.draw_without_rendering()
+        titles = [axes.title.get_window_extent() for axes in figure.axes]
+        assert not any(one.overlaps(other) for one, other in itertools.combinations(titles, 2))
+        for axes in figure.axes:
+            for line in (line for line in drawn(axes) if line.get_label() in names):
+                found[names[line.get_label()]].add((line.get_color(), line.get_marker()))
+
+    same = {name: name for name in found}
+    runs = json.loads((ROOT / "results/quickstart/lengths.json").read_text())["runs"]
+    collect(table_of("lengths", runs, Options())[1].figure, same)
+    collect(plots.experiment_figure(paper_groups("fig2")), same)
+    steps = json.loads((ROOT / "results/retrofit/retrofit.json").read_text())["steps"]
+    collect(plots.continued_figure(steps), {"Kerple": "kerple", "Kerple + DAPE1x3": "dape1x3-kerple"})
+    assert [len(styles) for styles in found.values()] == [1, 1]
+    assert found["kerple"] != found["dape1x3-kerple"]
+    found |= {"fused": set(), "dense": set()}
+    times = {"fused/512/1/forward": 1.0, "fused/512/1/backward": 2.0, "dense/512/1/forward": 3.0}
+    collect(layers_figure(times), {"fused": "fused", "dense": "dense"})
+    assert [found["fused"], found["dense"]] == [{STYLES["fused"]}, {STYLES["dense"]}]
+
+
+def test_methods_and_tasks_without_a_run_are_named():
+    series = [Series("kerple", "", task, 40, {0: {40: 90.0, 80: 60.0}}) for task in ("even_pairs", "parity_check")]
+    group = Group("table6", "small", "", {"commit": ["0"]}, [*series, dataclasses.replace(series[0], method="rope")])
+    figure = plots.experiment_figure([group])
+    noted = [[text.get_text() for text in axes.texts if "not run" in text.get_text()] for axes in figure.axes]
+    assert noted == [[], ["not run: rope"]]
+    assert "bucket_sort" in figure._supxlabel.get_text()
+    assert report._task_rows(group, beyond=True)[2][-1] == "not run"
 
 
 # ---- gains

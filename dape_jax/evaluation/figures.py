@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import matplotlib
 from etils import epath
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -64,7 +63,7 @@ def perplexity_table(results: Results) -> Table:
     plot_by_length(axes, results, "lengths", "perplexity", ylabel)
     perplexities = only_drawn(each["perplexity"] for run in results for each in run["lengths"])
     if perplexities and max(perplexities) > LOG_FROM * min(perplexities):
-        log_y_axis(axes)
+        log_axis(axes)
     for panel in below:
         label = f"loss minus that of {differences[0]['baseline']} (nats)"
         plot_by_length(panel, results, "differences", "nats", label)
@@ -230,13 +229,6 @@ def plot_accuracies(results: Results) -> Figure:
 # ---- parts of figures
 
 
-def distinct_colors(number: int) -> list[ColorType]:
-    """Return a list of colours; above 20, neighbours in the list, such as variants of a method, are similar."""
-    if number <= 20:
-        return list(matplotlib.color_sequences["tab10" if number <= 10 else "tab20"][:number])
-    return [matplotlib.colormaps["turbo"](n / (number - 1)) for n in range(number)]
-
-
 def drawn(values: Iterable[float]) -> list[float]:
     """Return the values, with NaN for those that a figure leaves out."""
     return [value if abs(value) < DRAWN_BELOW else math.nan for value in values]
@@ -277,15 +269,16 @@ def lengths_axis(axes: Axes, ticks: Sequence[int]) -> None:
         axes.tick_params(axis="x", labelrotation=45)
 
 
-def log_y_axis(axes: Axes) -> None:
-    """Scale the y axis by powers of ten, labelled with plain numbers; call it after plotting."""
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    low, high = axes.get_ylim()
+def log_axis(axes: Axes, name: str = "y") -> None:
+    """Scale an axis by powers of ten, labelled with plain numbers; call it after plotting."""
+    axes.set(**{f"{name}scale": "log"})
+    axis, (low, high) = (axes.yaxis, axes.get_ylim()) if name == "y" else (axes.xaxis, axes.get_xlim())
+    axis.set_major_formatter("{x:g}")
+    axis.set_tick_params(which="both", length=3.5, pad=3.5)  # else minor labels are beside the line of the major ones
     # The longer the axis, the fewer labels fit between powers of ten: all, those at 2 and 5, or none.
     if high > 30 * low:
-        axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-    axes.yaxis.set_minor_formatter("{x:g}" if high < 1e4 * low else NullFormatter())
+        axis.set_minor_locator(LogLocator(subs=(2, 5)))
+    axis.set_minor_formatter("{x:g}" if high < 1e4 * low else NullFormatter())
 
 
 def mark_train_lengths(axes: Axes, lengths: Sequence[int]) -> None:

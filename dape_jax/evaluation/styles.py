@@ -51,7 +51,7 @@ STYLES = {
     "cudnn": ("tab:green", "^"),
 }
 SPARE = (("crimson", "d"), ("slateblue", "8"), ("darkgreen", "p"), ("goldenrod", "*"), ("orchid", "H"), ("gray", "o"))
-LINES = ("-", "--", ":", "-.", (0, (6, 1)), (0, (3, 1, 1, 1, 1, 1)))
+LINES = ("-", "--", ":", "-.", (0, (6, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (9, 2, 3, 2)))
 
 
 def method_name(run: RunConfig | TaskRunConfig) -> str:
@@ -82,6 +82,7 @@ def styles_of(methods: Sequence[str]) -> list[dict[str, Any]]:
         color, marker = STYLES[base] if base in STYLES else spare[base]
         if name != base and not lines[base]:
             lines[base] += 1  # the solid line is the method's own
-        found.append({"color": color, "marker": marker, "linestyle": LINES[lines[base] % len(LINES)]})
+        style = {"color": color, "marker": marker, "linestyle": LINES[lines[base] % len(LINES)]}
+        found.append(style | ({"markerfacecolor": "white"} if lines[base] else {}))
         lines[base] += 1
     return found
