@@ -27,6 +27,7 @@ from jax.stages import Wrapped
 
 from dape_jax.config import RunConfig, is_algorithmic, resolved
 from dape_jax.data.store import STDLIB, follow_corpus
+from dape_jax.distributed import wait_for_all
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation.programs import batch_size_at, model_at
 from dape_jax.files import write_json
@@ -124,7 +125,7 @@ def candidates(run: RunConfig, hardware: Slice) -> list[MeshConfig]:
 
 def attached() -> Slice:
     """Return the devices of this process and of those that it has joined."""
-    device, num_devices = jax.devices()[0], jax.device_count()
+    device, num_devices = jax.local_devices()[0], jax.device_count()
     stats = device.memory_stats()
     ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = ram_bytes // jax.local_device_count() if stats is None else stats["bytes_limit"]
@@ -495,8 +496,11 @@ def to_markdown(run: RunConfig, hardware: Slice, plans: list[Plan], utilisation:
     if is_known:
         assert chosen.step_seconds
         least = cost["steps"] * chosen.step_seconds / 3600
-        time_text = f"{cost['hours']:,.1f} hours, {cost['chip_hours']:,.1f} chip-hours at a utilisation of "
-        time_text += f"{utilisation:.0%} (--utilisation); at least {least:,.1f} hours"
+        hours, chip_hours, least_hours = (
+            f"{each:,.1f}" if each >= 1 else f"{each:.2g}" for each in (cost["hours"], cost["chip_hours"], least)
+        )
+        time_text = f"{hours} hours, {chip_hours} chip-hours at a utilisation of {utilisation:.0%}"
+        time_text += f" (--utilisation); at least {least_hours} hours"
     lines += [
         "",
         f"memory         {how}, in GiB a chip: {parts}",
@@ -531,6 +535,7 @@ def print_attached(spec: dict[str, Any], arguments: Sequence[str]) -> None:
     """Compile a training step for the devices of this process, and print its plan: `dape-train --plan`."""
     run, hardware = RunConfig.from_dict(follow_corpus(spec)), attached()
     plans = plan_run(run, hardware, MeshConfig(*run.mesh.sizes(hardware.num_chips)))
+    wait_for_all("planning")  # a process that ended while another compiles would end it
     command = functools.partial(train_command, spec, hardware, given=flags_without(arguments, ["plan"]))
     if jax.process_index() == 0:
         print(to_markdown(run, hardware, plans, UTILISATION, command), end="")
