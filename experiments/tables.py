@@ -483,6 +483,20 @@ def h100_utilisation() -> str:
     )
 
 
+def gpu_plans() -> str:
+    """Return the plans of the paper's four sizes on GPUs: memory by formula, and costs of all steps."""
+    rows = []
+    for name in ("125m-h100", "350m-a100", "2.7b-h200", "6.7b-h100", "6.7b-b200"):
+        content = read(f"planning/{name}/plan.json")
+        plan, cost = content["plans"][content["best"]], content["costs"]
+        row = [name.partition("-")[0], content["topology"], plan["mesh"], plan["remat"]]
+        row += [f"{plan['peak_bytes'] / 2**30:.1f} GiB", f"{content['largest_batch']:,} x {plan['length']}"]
+        row += [f"{1e3 * plan['step_seconds']:.0f} ms", f"{100 * plan['mfu']:.0f} %"]
+        rows.append([*row, *(f"{cost[name]:,.1f}" for name in ("hours", "chip_hours"))])
+    header = ("model", "GPUs", "mesh", "remat", "peak", "largest batch", "a step at least", "MFU at most")
+    return table([*header, "hours at 10 %", "chip-hours"], rows)
+
+
 def plans() -> str:
     """Return the plans of the paper's four sizes: memory and lower bounds of the time of a step."""
     rows, gib, limits = [], 2**30, ("compute", "memory", "interconnect")

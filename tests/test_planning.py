@@ -255,8 +255,11 @@ def test_a_plan_follows_from_the_compiled_program():
     assert planning.costs(run, hardware, plan, plan.mfu / 2)["hours"] == 2 * cost["hours"]
 
 
+COMPILED_GIB = {"none": 14.83, "full": 2.02}  # of libtpu 0.0.51, for 350m on v5e:4x4
+
+
 def test_the_formula_of_memory_is_near_what_compilers_say():
-    """Compare with a step on an H100."""
+    """Compare with steps on an H100, and with plans of a TPU slice for each remat policy."""
     steps = map(json.loads, (ROOT / "results" / "gpu" / "h100_steps" / "results.jsonl").read_text().splitlines())
     needed = {line["case"].rpartition("/")[2]: line["needed_gib"] for line in steps if "min_ms" in line}
     for name, gib in needed.items():
@@ -265,6 +268,12 @@ def test_the_formula_of_memory_is_near_what_compilers_say():
             spec["model"]["attention"] = choose("attention", name, block_size=128, num_buckets=4)
         request = planning.Request(planning.run_to_plan(spec, 32), read_topology("h100:1"), read_mesh("mesh", "data=1"))
         assert 0.9 <= planning.estimate(request)["peak_bytes"] / (gib * GIB) <= 1.1, name
+    for remat, gib in COMPILED_GIB.items():
+        run = planning.run_to_plan(
+            read_config(f"configs/paper.py:350m,{METHOD}", [f"--config.model.remat={remat}"]), None
+        )
+        request = planning.Request(run, read_topology("v5e:4x4"), read_mesh("mesh", "fsdp=16"))
+        assert 0.9 <= planning.estimate(request)["peak_bytes"] / (gib * GIB) <= 1.25, remat
 
 
 @pytest.mark.parametrize(("argument", "topology"), [("125m", "h100:8"), ("2.7b,train_length=4096", "b200:1")])
