@@ -8,10 +8,11 @@ All implementations at one model, length and direction are called in turns in on
 other load slows all of them. It does not slow them equally: threads that wait for each other, such as PyTorch's, are
 slowed most. Ratios are reliable only on an idle machine.
 
-Timed: the implementations of `attention.py` (`dense` is the formula, compiled by XLA); `plain jax`, causal attention
-without bias and DAPE by `jax.nn.dot_product_attention` (cuDNN on a GPU in bfloat16); and with `--vs=torch`, with the
-same weights and inputs, `torch eager` and `torch.compile`, the listing of the paper's appendix L (`listing.py`), and
-`plain torch`, PyTorch's `scaled_dot_product_attention`.
+Timed: the implementations of `attention.py` (`dense` is the formula, compiled by XLA); causal attention without bias
+and DAPE, `plain auto` by `attention.py` and `plain jax` by `jax.nn.dot_product_attention` (cuDNN on a GPU in bfloat16,
+all scores at once elsewhere); and with `--vs=torch`, with the same weights and inputs, `torch eager` and
+`torch.compile`, the listing of the paper's appendix L (`listing.py`), and `plain torch`, PyTorch's
+`scaled_dot_product_attention`.
 
 Output: a table on the terminal, and OUTPUT/PLATFORM.json. The columns:
 
@@ -77,7 +78,7 @@ from dape_jax.model.transformer import SIZES
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import device_platform
 
-PLAIN = "plain jax"
+PLAIN_AUTO, PLAIN = "plain auto", "plain jax"
 BASELINES = ("torch eager", "torch.compile", "dense", PLAIN)
 RATIOS = {"time_ratios": "min_ms", "memory_ratios": "peak_mib"}
 
@@ -119,7 +120,7 @@ class Settings:
 
 def variant_of(layer: Layer, name: str) -> Layer:
     """Return the layer that an implementation computes: the listing has another edge, plain attention no DAPE."""
-    if name in (PLAIN, listing.PLAIN):
+    if name in (PLAIN_AUTO, PLAIN, listing.PLAIN):
         return plain(layer)
     if name in listing.NAMES and isinstance(layer.processor, DapeConfig):
         return dataclasses.replace(layer, processor=dataclasses.replace(layer.processor, edge="listing"))
@@ -130,7 +131,8 @@ def implementations(block_size: int | None, num_buckets: int | None) -> dict[str
     """Return every implementation by name; arguments that are None have the platform's values."""
     auto = Auto(block_size, num_buckets)
     blockwise = auto.blockwise(device_platform())
-    return {"auto": auto, "dense": Dense(), "blockwise": blockwise, "fused": Fused(), "cuda": Cuda()}
+    known = {"auto": auto, "dense": Dense(), "blockwise": blockwise, "fused": Fused(), "cuda": Cuda()}
+    return known | {PLAIN_AUTO: auto}
 
 
 def plain_attention(*qkv: jax.Array, **_: None) -> jax.Array:
@@ -249,7 +251,7 @@ def run(settings: Settings) -> None:
     """Measure everything and write the output."""
     make_results_directory(Path(settings.output))
     names, left_out = choose(settings.implementations)
-    names.append(PLAIN)
+    names += [PLAIN_AUTO, PLAIN]
     if settings.vs:
         why = listing.why_not_torch(device_platform())
         names = names if why else [*listing.NAMES, *names]

@@ -130,8 +130,9 @@ def check_page(page: Path, *words: str) -> None:
     """Check that the page shows a readable figure per layer, and these words."""
     text, layers = page.read_text(), ["layer-00.png", "layer-01.png"]
     assert sorted(file.name for file in page.parent.iterdir()) == ["index.html", *layers]
+    assert '<meta name="viewport"' in text, "a phone shows a page without one at a third of its size"
     for name in layers:
-        assert f'src="{name}"' in text
+        assert f'<a href="{name}"><img src="{name}"' in text
         figure = matplotlib.image.imread(page.parent / name)
         assert min(figure.shape[:2]) > 600
         assert len(np.unique(figure[..., 0])) > 50
@@ -200,12 +201,12 @@ def test_command_line(workdir, tmp_path):
     assert "<script>" not in page.read_text()
 
 
-def test_short_inputs_have_their_tokens_on_the_axes():
+def test_tokens_are_on_the_axes_if_not_all_with_their_positions():
     text = b"a $b\n\xff"
     names = module.token_names(Bytes(), np.frombuffer(text, np.uint8).astype(np.int32))
     assert names == ["a", "\u00b7", "$", "b", r"\n", r"\xff"]
     cells = {"scores": np.zeros((2, 6, 6)), "probs": np.full((2, 6, 6), 0.5)}
-    named, plain = (module.draw(cells, 6, "title", given) for given in (names, None))
-    labels = [[label.get_text() for label in axes.get_yticklabels()] for axes in (named.axes[0], plain.axes[0])]
-    assert labels[0] == names
-    assert labels[1] != names
+    few, many = (module.draw(cells, len(given), "title", given).axes[0] for given in (names, 15 * names))
+    few, many = ([label.get_text() for label in axes.get_yticklabels()] for axes in (few, many))
+    assert few == names
+    assert many == [f"{(15 * names)[at]} {at}" for at in range(0, 90, 3)]

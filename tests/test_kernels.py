@@ -494,8 +494,10 @@ def test_auto_chooses_by_platform_length_and_support_and_logs_it_once(caplog):
             assert choice(Auto(), bias=fire) == Blockwise(256, 4)
         assert choice(Auto()) == attention.BLOCKWISE["cpu"]
         assert choice(Auto()) == attention.BLOCKWISE["cpu"]
+        processor = Plain()
+        assert [choice(Auto()), choice(Auto(16))] == [Blockwise(128, 4), Blockwise(16, 4)]
     said = [record.message for record in caplog.records if record.name.startswith("dape_jax")]
-    assert len(said) == len(set(said)) == 7
+    assert len(said) == len(set(said)) == 9
     assert sum("Fire is not a DistanceBias" in line for line in said) == 4
 
 

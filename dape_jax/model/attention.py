@@ -33,7 +33,7 @@ from dape_jax.model.scores import (
     Positions,
     Scores,
     causal_runs,
-    masked_softmax,
+    masked_exp,
     products,
     rows_in_block,
     segment_starts,
@@ -287,12 +287,12 @@ class Dense(Implementation):
             options = {"first_BT": positions.q_start_BT - positions.k_pos_S[0]}
         processed_BHTS = processor(*scores, **options)
         _check_returned("processor", processor, processed_BHTS, "B, H, T, S", scores.scores_BHTS.shape)
-        probs_BHTS = masked_softmax(processed_BHTS, scores.mask).astype(v_BSGK.dtype)
+        exp_BHTS, total_BHT1 = masked_exp(processed_BHTS, scores.mask)
         batch, num_rows, heads, head_dim = q_BTHK.shape
-        probs_BGRTS = probs_BHTS.reshape(batch, v_BSGK.shape[2], -1, *probs_BHTS.shape[2:])
+        exp_BGRTS = exp_BHTS.astype(v_BSGK.dtype).reshape(batch, v_BSGK.shape[2], -1, *exp_BHTS.shape[2:])
         options = {"precision": full_precision(v_BSGK.dtype), "preferred_element_type": dtype}
-        out_BGRTK = jnp.einsum("BGRTS,BSGK->BGRTK", probs_BGRTS, v_BSGK, **options)
-        out_BHTK = out_BGRTK.reshape(batch, heads, num_rows, head_dim).astype(v_BSGK.dtype)
+        out_BGRTK = jnp.einsum("BGRTS,BSGK->BGRTK", exp_BGRTS, v_BSGK, **options)
+        out_BHTK = (out_BGRTK.reshape(batch, heads, num_rows, head_dim) / total_BHT1).astype(v_BSGK.dtype)
         return jnp.moveaxis(out_BHTK, 1, 2)
 
 
@@ -402,6 +402,7 @@ class Cuda(Fused):
 
 
 # Chosen from measurements and compiled programs: docs/kernel.md, "Blockwise attention".
+# CPU: 128 rows without a processor, see `Auto.choose`.
 # TPU: one bucket, since compiling the loop of each takes about ten seconds; and 32 rows, so that a block's arrays stay
 # in VMEM. By the compiler's cycle estimates, 64 rows are 1.3 times as fast at T = 2048, and 16 rows at T = 8192.
 # GPU: more rows than these, if memory allows: see `rows_in_block`.
@@ -447,6 +448,8 @@ class Auto(Implementation):
             channels = score_mod.processor.config.channels if isinstance(score_mod.processor, Dape) else 0
             rows = rows_in_block(batch * (heads + channels), num_rows, k_BSGK.shape[1], blockwise.num_buckets)
             blockwise = dataclasses.replace(blockwise, block_size=rows)
+        elif platform == "cpu" and self.block_size is None and isinstance(score_mod.processor, Plain):
+            blockwise = dataclasses.replace(blockwise, block_size=MIN_BLOCK_ROWS)  # no hidden features: more rows fit
         options = {"has_segments": has_segments, "platform": platform, "device_kind": device_kind}
         why = why_not_fused(q_BTHK, k_BSGK, score_mod, mask, **options)
         # On a GPU a block has many rows, and the kernel was faster than `Dense` where both were measured.

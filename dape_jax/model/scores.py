@@ -138,8 +138,26 @@ def masked_softmax(scores_BHTS: Float[Array, "B H T S"], mask: VisiblePairs) -> 
     A masked score is a large finite negative number, not -inf. A row without a visible key is then uniform instead of
     NaN, and its gradient is finite.
     """
+    return jax.nn.softmax(_masked(scores_BHTS, mask), axis=-1)
+
+
+def masked_exp(
+    scores_BHTS: Float[Array, "B H T S"], mask: VisiblePairs
+) -> tuple[Float[Array, "B H T S"], Float[Array, "B H T 1"]]:
+    """Return the numerator and the denominator of `masked_softmax`: exp(scores - largest of the row), and its sum.
+
+    If a product with values comes before the division, the gradient needs no sum of products over the keys, for which
+    XLA's program on a CPU is slow: it took longer than all matmuls of the gradient.
+    """
+    masked_BHTS = _masked(scores_BHTS, mask)
+    exp_BHTS = jnp.exp(masked_BHTS - jax.lax.stop_gradient(masked_BHTS.max(-1, keepdims=True)))
+    return exp_BHTS, exp_BHTS.sum(-1, keepdims=True)
+
+
+def _masked(scores_BHTS: Float[Array, "B H T S"], mask: VisiblePairs) -> Float[Array, "B H T S"]:
+    """Return the scores, with a large finite negative number where the query does not see the key."""
     masked = jnp.asarray(-0.7 * jnp.finfo(scores_BHTS.dtype).max, scores_BHTS.dtype)
-    return jax.nn.softmax(jnp.where(over_heads(mask), scores_BHTS, masked), axis=-1)
+    return jnp.where(over_heads(mask), scores_BHTS, masked)
 
 
 BLOCK_BYTES = 2**28  # maximum size, on a GPU, of a block's arrays over pairs of a row and a key

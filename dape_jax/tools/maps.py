@@ -52,12 +52,16 @@ from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory, provenance
 
 MAX_CELLS = 512  # along one side of a map
-MAX_NAMED_TOKENS = 32  # tokens whose text is on the axes
+MAX_TICKS = 32  # tokens whose text is on the axes
 HEADINGS = {"scores": "scores A", "bias": "bias B", "added": "added by the processor", "probs": "probabilities"}
 PAGE = Template("""<!doctype html>
+<html lang="en">
 <meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title>
-<style>body { font-family: sans-serif; } img { max-width: 100%; } pre { white-space: pre-wrap; }</style>
+<style>
+body { font-family: sans-serif; } img { max-width: 100%; } pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+</style>
 <h1>$title</h1>
 <pre>$facts</pre>
 $figures
@@ -84,7 +88,7 @@ def attention_maps(
     trained = read_trained(workdir, step, {})
     default = trained.workdir / "attention_maps" / f"step-{trained.step}-length-{length}"
     tokens_T, source = read_tokens(trained, length, text)
-    names = token_names(saved_tokenizer(workdir), tokens_T) if length <= MAX_NAMED_TOKENS else None
+    names = token_names(saved_tokenizer(workdir), tokens_T)
     output = make_results_directory(output or default)
 
     block_size = trained.run.evaluation.block_size
@@ -107,7 +111,7 @@ def attention_maps(
     model = resolved(trained.run)["model"]
     facts = {field: model[field] for field in ("rotary", "bias", "processor", "window")} | provenance("flax")
     heading = html.escape(f"{trained.name}, step {trained.step}: attention maps at {length} tokens")
-    images = "\n".join(f'<p><img src="{file}" alt="{file}">' for file in files)
+    images = "\n".join(f'<p><a href="{file}"><img src="{file}" alt="{file}, at full size"></a>' for file in files)
     lines = html.escape("\n".join([*(f"{name}: {json.dumps(value)}" for name, value in facts.items()), *source]))
     write_atomically(output / "index.html", PAGE.substitute(title=heading, facts=lines, figures=images).encode())
     return output / "index.html"
@@ -236,17 +240,18 @@ def token_names(tokenizer: Tokenizer, tokens_T: Int[np.ndarray, "T"]) -> list[st
     return ["".join(map(visible, text)) or "(end)" for text in texts]
 
 
-def draw(
-    cells: dict[str, Float[np.ndarray, "H cells cells"]], extent: int, title: str, names: list[str] | None = None
-) -> Figure:
+def draw(cells: dict[str, Float[np.ndarray, "H cells cells"]], extent: int, title: str, names: list[str]) -> Figure:
     """Draw one layer: a row per head, a column per map.
 
     Args:
         cells: the maps.
         extent: number of positions along one side.
         title: title of the figure.
-        names: text of each token, for the axes, or None to show positions.
+        names: text of each token. At most `MAX_TICKS` are on the axes; if not all, with their positions.
     """
+    step = -(-len(names) // MAX_TICKS)
+    ticked = range(0, len(names), step)
+    labels = names if step == 1 else [f"{names[position]} {position}" for position in ticked]
     num_heads = len(cells["scores"])
     side = min(3.6, max(1.8, 29 / num_heads))  # inches per map; smaller with many heads, to limit the file's size
     width, height = 1.25 * len(cells) * side + 1, num_heads * side + 1.2
@@ -262,11 +267,9 @@ def draw(
             norm, colours = norm_and_colours(name, heads[head])
             image = axes.imshow(heads[head], norm=norm, cmap=colours, extent=(0, extent, extent, 0))
             figure.colorbar(image, ax=axes, shrink=0.8).ax.tick_params(labelsize=7)
-            axes.tick_params(labelsize=8)
-            if names is not None:
-                centers = np.arange(len(names)) + 0.5
-                axes.set_xticks(centers, names, rotation=90, fontsize=5, parse_math=False)
-                axes.set_yticks(centers, names, fontsize=5, parse_math=False)
+            centers = np.asarray(ticked) + 0.5
+            axes.set_xticks(centers, labels, rotation=90, fontsize=5, parse_math=False)
+            axes.set_yticks(centers, labels, fontsize=5, parse_math=False)
             axes.label_outer()
     for head, axes in enumerate(panels[:, 0]):
         axes.set_ylabel(f"head {head}\nquery")
