@@ -318,7 +318,12 @@ def test_padding(exported):
 
 def test_harmless_arguments_and_both_names_of_the_cache(exported):
     model, x = load_model(exported("llama")[1]), torch.tensor(tokens())
-    harmless = {"token_type_ids": torch.zeros_like(x), "head_mask": None, "output_attentions": False}
+    harmless = {
+        "token_type_ids": torch.zeros_like(x),
+        "tokenizer": object(),
+        "head_mask": None,
+        "output_attentions": False,
+    }
     with torch.no_grad():
         expected = model(x).logits
         assert torch.equal(model(x, position_ids=torch.arange(20)[None], **harmless).logits, expected)

@@ -48,8 +48,8 @@ ACTIVATIONS = {
     "relu": functional.relu,
     "silu": functional.silu,
 }
-# Arguments that tokenizers and trainers pass to every model, and that have no effect here.
-_WITHOUT_EFFECT = ("cache_position", "token_type_ids")
+# Arguments that tokenizers, trainers and servers pass to every model, and that have no effect here.
+_WITHOUT_EFFECT = ("cache_position", "token_type_ids", "tokenizer")
 # Arguments that say again what position_ids say.
 _OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 # Name of the cache in the outputs of a model, and of the argument of `forward` that `generate` passes it as.
