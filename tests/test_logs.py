@@ -294,7 +294,8 @@ def test_tensorboard_without_its_package_is_one_line(tmp_path, monkeypatch, capl
     monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
     with metrics.MetricLogger(tmp_path, RunConfig.from_dict(tiny.spec(tmp_path)), 0):
         pass
-    assert caplog.messages == ["TensorBoard: no events are written; pip install 'dape_jax[tensorboard]'"]
+    (message,) = caplog.messages
+    assert message.startswith("TensorBoard: no events are written; pip install ")
     assert not (tmp_path / "tensorboard").exists()
 
 

@@ -218,7 +218,8 @@ def test_a_config_is_saved_resolved(root, whole):
     given = small_spec(root)
     saved = json.loads((whole / "config.json").read_text())
     assert saved["config"]["model"]["bias"] == {"name": "kerple"}
-    assert saved["config"]["train"] == given["train"] | {"profile_steps": []}
+    defaults = dict.fromkeys(("wandb_entity", "wandb_group", "wandb_tags"))
+    assert saved["config"]["train"] == given["train"] | {"profile_steps": []} | defaults
     assert RunConfig.from_dict(saved["config"]) == RunConfig.from_dict(given)
     given["model"] |= {"bias": {"name": "t5"}, "dtype": "auto"}
     model = resolved(RunConfig.from_dict(given))["model"]

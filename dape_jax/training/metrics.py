@@ -29,7 +29,7 @@ import numpy as np
 from etils import epath
 
 from dape_jax.config import RunConfig, TaskRunConfig, resolved
-from dape_jax.errors import InputError, NonFiniteError
+from dape_jax.errors import InputError, NonFiniteError, install_command
 from dape_jax.evaluation.statistics import perplexity_of
 from dape_jax.files import write_atomically
 from dape_jax.hardware import mfu
@@ -72,7 +72,7 @@ class MetricLogger:
             if run.train.wandb is not None:
                 self.sinks.append(self.stack.enter_context(_wandb(run, self.file.parent)))
             if importlib.util.find_spec("tensorboardX") is None:
-                logger.info("TensorBoard: no events are written; pip install 'dape_jax[tensorboard]'")
+                logger.info("TensorBoard: no events are written; %s", install_command("tensorboard"))
             elif not is_remote(self.file):
                 self.sinks.append(self.stack.enter_context(_tensorboard(self.file.parent / "tensorboard", start)))
             self._open_record(start)
