@@ -1,8 +1,9 @@
-"""Apply the examples of CONTRIBUTING.md to a copy of the package, as a reader would."""
+"""Apply the examples of CONTRIBUTING.md to a copy of the package, and type those of `docs/own_methods.md`."""
 
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import tiny
+
+from dape_jax.__main__ import COMMANDS
 
 pytestmark = pytest.mark.extra
 
@@ -66,6 +69,15 @@ np.testing.assert_array_equal(later[:, :7], out[:, :7])
 assert np.abs(later - out)[:, 7:].max() > 1e-2
 assert TASKS["has_pair"].solve(np.array([[0, 1, 0, 1], [0, 1, 1, 0]])).tolist() == [[0], [1]]
 """
+SMALL = "data.validation_fraction=0.3 model.num_layers=1 model.width=16 model.num_heads=2 train.train_length=16 "
+SMALL += "train.num_steps=2 train.validation_batches=1"
+
+
+def small(root: Path) -> list[str]:
+    """Return the flags of a small model of the text in a directory."""
+    return [f"--config.{each}" for each in (f"data.path={root}/text", f"data.cache_dir={root}/cache", *SMALL.split())]
+
+
 TRAIN = "from dape_jax.training.command import command; command()"
 
 
@@ -76,22 +88,8 @@ def test_the_added_bias_and_processor_are_causal_and_used_and_the_added_task_is_
 
 def test_a_model_with_the_added_bias_and_processor_trains(changed, tmp_path):
     tiny.write_text(tmp_path / "text")
-    done = run(
-        changed,
-        "-c",
-        TRAIN,
-        "--config=configs/quickstart.py:bias=inverse,processor=talking_heads",
-        f"--config.data.path={tmp_path}/text",
-        f"--config.data.cache_dir={tmp_path}/cache",
-        "--config.data.validation_fraction=0.3",
-        "--config.model.num_layers=1",
-        "--config.model.width=16",
-        "--config.model.num_heads=2",
-        "--config.train.train_length=16",
-        "--config.train.num_steps=2",
-        "--config.train.validation_batches=1",
-        f"--workdir={tmp_path}/run",
-    )
+    recipe = "--config=configs/quickstart.py:bias=inverse,processor=talking_heads"
+    done = run(changed, "-c", TRAIN, recipe, *small(tmp_path), f"--workdir={tmp_path}/run")
     assert done.returncode == 0, done.stderr
     saved = json.loads((tmp_path / "run" / "config.json").read_text())["config"]["model"]
     assert (saved["bias"], saved["processor"]) == ({"name": "inverse"}, {"name": "talking_heads"})
@@ -101,3 +99,76 @@ def test_the_added_experiment_is_shown(changed):
     done = run(changed, "-m", "experiments", "show", "short")
     assert done.returncode == 0, done.stderr
     assert "configs/small.py:xs,bias=alibi,processor=dape,kernel=3,train_length=32" in done.stdout
+
+
+# A processor that reads the next key, and a run whose module is not there.
+FAULTY = """
+class Ahead(TalkingHeads):
+    def __call__(self, scores_BHTS, bias_BHTS, mask):
+        return super().__call__(scores_BHTS, bias_BHTS, mask) + jnp.roll(scores_BHTS, -1, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class AheadConfig(ProcessorConfig):
+    module = Ahead
+
+
+PROCESSORS["ahead"] = AheadConfig
+"""
+
+
+def test_methods_outside_the_package(tmp_path):
+    """Write the module of `docs/own_methods.md`, and type the page's commands, with a small model."""
+    page, environment = (ROOT / "docs" / "own_methods.md").read_text(), os.environ | {"PYTHONPATH": str(ROOT)}
+    (module,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    here = tmp_path / "here"
+    (here / "other").mkdir(parents=True)
+    (here / "my_methods.py").write_text(module)
+    tiny.write_text(tmp_path / "text")
+
+    def type_in(line: str, where: Path = here) -> subprocess.CompletedProcess:
+        name, *arguments = shlex.split(line)
+        program = tmp_path / name  # like the console command, whose directory is in the search path, not this one
+        if name != "python":
+            program.write_text(f"from dape_jax.{COMMANDS[name]} import command\ncommand()\n")
+            arguments = [str(program), *arguments, *(small(tmp_path) if name == "dape-train" else ())]
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=where, env=environment, capture_output=True, text=True, check=False
+        )
+        return done
+
+    *commands, contracts = re.findall(r"^    ((?:dape-|python ).*)$", page, re.MULTILINE)
+    assert len(commands) == 4
+    for line in commands:
+        done = type_in(line)
+        assert done.returncode == 0, (line, done.stderr[-2000:])
+    saved = json.loads((here / "runs/own/config.json").read_text())["config"]["model"]
+    assert (saved["bias"], saved["imports"]) == ({"name": "inverse", "initial_a": 1.0}, ["my_methods"])
+    assert {run["name"] for run in json.loads((here / "runs/lengths.json").read_text())["runs"]} == {"own", "dape"}
+    resumed = type_in(commands[0])
+    assert "complete: step 2 of 2" in resumed.stderr
+    done = type_in("dape-train --import=my_methods --config=configs/quickstart.py --help=model.bias")
+    assert "--config.model.bias.initial_a  (float)\n      initial value of a\n      default: 1.0" in done.stdout
+
+    for line, words in (
+        ("dape-export --workdir=runs/own --output=exported", "error: model.bias.name = 'inverse': .* to be exported"),
+        (commands[0].replace("--import=my_methods", ""), "error: model.bias.name = 'inverse': .*--import=MODULE.*"),
+        (
+            "dape-eval --workdir=../runs/own --lengths=8",
+            "error: model.imports = 'my_methods': not found: .* PYTHONPATH.*",
+        ),
+    ):
+        done = type_in(line, here / "other" if "../" in line else here)
+        assert done.returncode == 2, (line, done.stderr)
+        assert re.fullmatch(words, done.stderr.splitlines()[-1]), (line, done.stderr)
+        assert "Traceback" not in done.stderr
+
+    done = type_in(f"{contracts} -q -p no:cacheprovider")
+    assert re.search("30 passed in", done.stdout), done.stdout[-3000:]
+    (here / "my_methods.py").write_text(module + FAULTY)
+    done = type_in(f"{contracts} -q -p no:cacheprovider -k 'rows and dense-kerple'")
+    assert re.search("1 failed, 1 passed, ", done.stdout), done.stdout[-3000:]
+    broken = module.replace("import jax.numpy as jnp", "import jax.numpyy as jnp")
+    (here / "my_methods.py").write_text(broken)
+    done = type_in(commands[0])
+    assert re.fullmatch("error: --import = 'my_methods': No module named 'jax.numpyy'", done.stderr.splitlines()[-1])

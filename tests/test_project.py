@@ -86,14 +86,14 @@ IMPORTED_AS = {"absl-py": "absl", "orbax-checkpoint": "orbax", "backports.zstd":
 
 
 def test_the_package_imports_its_dependencies_and_no_others():
-    """Optional packages are imported in functions, except by the PyTorch model and the model for lm-eval."""
+    """Optional packages are imported in functions, except by the PyTorch model, that for lm-eval and contract tests."""
     names = {re.match(r"[\w.-]+", requirement)[0] for requirement in PROJECT["dependencies"]}
     names = {IMPORTED_AS.get(name, name.replace("-", "_")) for name in names}
     sources = {file: file.read_text() for file in PACKAGE.rglob("*.py")}
     for name in names:
         assert any(re.search(rf"^\s*(import|from) {name}\b", source, re.M) for source in sources.values()), name
     optional = {PACKAGE / "pretrained" / f"{name}_dape.py" for name in ("modeling", "cuda")}
-    optional.add(PACKAGE / "tools" / "lm_eval.py")
+    optional |= {PACKAGE / "tools" / "lm_eval.py", PACKAGE / "testing.py"}
     found = set()
     for node in (node for file in sources.keys() - optional for node in ast.parse(sources[file]).body):
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
