@@ -398,7 +398,7 @@ def test_seeds_are_one_method_with_an_interval_over_seeds_and_documents():
     ]
     _, (_, rows, figure) = figures.table_of("lengths", runs, Options(labels=("kerple=Kerple",)))
     assert [row[:2] for row in rows] == [["", "seeds"], ["Kerple", "3"], ["dape1x3-kerple", "3"]]
-    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["Kerple", "dape1x3-kerple"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["Kerple", "dape1x3-kerple"]
     assert len(compare_perplexities(runs, Options(group_seeds=False))) == 6
     with pytest.raises(InputError, match=r"--baseline = 'fire': must be one of the runs .*kerple-seed0, .*, kerple"):
         compare_perplexities(runs, Options(baseline="fire"))

@@ -68,10 +68,10 @@ def perplexity_table(results: Results) -> Table:
         label = f"loss minus that of {differences[0]['baseline']} (nats)"
         plot_by_length(panel, results, "differences", "nats", label)
         panel.axhline(0, color="gray", linewidth=1, zorder=1.9)
-        panel.get_legend().remove()
         axes.set_xlabel("")
     for panel in (axes, *below):
         mark_train_lengths(panel, [run["train_length"] for run in results])
+    add_legend(figure)
     return Table(caption, rows, figure)
 
 
@@ -99,6 +99,7 @@ def delta_table(results: Results) -> Table:
     if max(map(abs, only_drawn(each["delta"] for run in results for each in run["deltas"])), default=0) > 10:
         axes.set_yscale("symlog", linthresh=1)  # a model that breaks would flatten the others
     axes.axhline(0, color="gray", linewidth=1, zorder=1.9)  # below the curves
+    add_legend(figure)
     return Table(caption, rows, figure)
 
 
@@ -128,7 +129,7 @@ def positions_table(results: Results) -> Table:
     axes.set_ylabel("loss (nats)")
     lengths_axis(axes, [2**octave for octave in range(first["length"].bit_length())])
     mark_train_lengths(axes, [run["train_length"] for run in results])
-    axes.legend()
+    add_legend(figure)
     return Table(caption, rows, figure)
 
 
@@ -150,7 +151,6 @@ def plot_by_length(axes: Axes, results: Results, name: str, field: str, ylabel: 
     axes.set_xlabel("sequence length N (tokens)")
     axes.set_ylabel(ylabel)
     lengths_axis(axes, lengths)
-    axes.legend()
 
 
 # ---- accuracy
@@ -219,10 +219,10 @@ def plot_accuracies(results: Results) -> Figure:
         axes.axhline(runs[0]["random_accuracy"], linestyle=":", color="gray", label="chance")
         axes.set(title=task.replace("_", " "), ylim=(-0.03, 1.05), xlabel="input length N (symbols)")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
     for axes in panels.ravel()[len(tasks) :]:
         axes.remove()
     panels[0, 0].set_ylabel("accuracy (dashed: train length)")
+    add_legend(figure)
     return figure
 
 
@@ -260,6 +260,21 @@ def band(
         axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
 
 
+def add_legend(figure: Figure) -> None:
+    """Add the legend of all curves above the panels, where it covers none of them."""
+    handles = {
+        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    columns = max(1, int(13 * figure.get_figwidth() / (max(map(len, handles)) + 7)))  # 13 letters an inch
+    figure.legend(
+        list(handles.values()),
+        list(handles),
+        loc="outside upper center",
+        ncols=min(columns, len(handles)),
+        fontsize=9,
+    )
+
+
 def lengths_axis(axes: Axes, ticks: Sequence[int]) -> None:
     """Scale the x axis by powers of two, label the lengths and draw a grid."""
     axes.set_xscale("log", base=2)
@@ -288,7 +303,8 @@ def mark_train_lengths(axes: Axes, lengths: Sequence[int]) -> None:
         at = axes.transAxes.inverted().transform(axes.transData.transform((length, 1)))[0]
         where = {"xy": (length, 0.03), "xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
         side = {"xytext": (3, 0), "ha": "left"} if at < 0.7 else {"xytext": (-3, 0), "ha": "right"}
-        axes.annotate("train length", **where, **side, va="bottom", fontsize=8)
+        box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
+        axes.annotate("train length", **where, **side, va="bottom", fontsize=8, bbox=box)
 
 
 # ---- reports
