@@ -76,7 +76,8 @@ def run(
     sys.unraisablehook = _print_unraisable
     for each in settings:
         _define_flags(each)
-    flags.DEFINE_bool("version", False, "Print the version.")
+    if "version" not in flags.FLAGS:  # defined by an earlier call in this process
+        flags.DEFINE_bool("version", False, "Print the version.")
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["version"])
     # --help shows the docstring of the main module, and the script of an installed entry point has none.
     of_config = f"\n{recipes.describe()}\n" if "config" in flags.FLAGS else ""
