@@ -21,7 +21,7 @@ from dape_jax.files import write_atomically
 from dape_jax.tasks import TASKS
 from experiments.catalogue import EXPERIMENTS
 from experiments.gains import FACTORS, Gain, base_of
-from experiments.methods import METHODS
+from experiments.methods import METHODS, PRESETS
 from experiments.runs import Group, Series, mean_of, paper_groups
 
 UNITS = {
@@ -82,11 +82,12 @@ def experiment_figure(groups: list[Group]) -> Figure:
         if experiment.metric in ("perplexity", "delta"):
             for axes, _ in zip(row, panels, strict=False):
                 _scale_text_axes(axes, [item for _, series in panels for item in series])
-    missing = [
-        task for task in experiment.tasks if task not in {item.task for group in groups for item in group.series}
-    ]
-    if missing:
-        figure.supxlabel(f"tasks without a run: {', '.join(missing)}", fontsize=9)
+    if experiment.tasks:
+        series = [item for group in groups for item in group.series]
+        methods = {method: None for group in groups for method in PRESETS[group.preset].on_tasks.methods}
+        missing = [task for task in experiment.tasks if task not in {item.task for item in series}]
+        missing += [method for method in methods if method not in {item.method for item in series}]
+        figure.supxlabel(f"without a run: {', '.join(missing)}" if missing else "", fontsize=9)
     if experiment.metric == "step_ms":  # bars are labelled on the axis
         return figure
     if compares:  # a name has our train length in our panel, and the paper's in the paper's
