@@ -156,7 +156,7 @@ def _parse(arguments: list[str]) -> list[str]:
         raise InputError(*(line.removeprefix("flag ") for line in lines)) from error
     if "config" in flags.FLAGS:
         config = flags.FLAGS["config"]
-        config.value = recipes.read_config(str(config.value), of_config, flags.FLAGS["import"].value)
+        config.value = recipes.read_config(str(config.value), of_config, flags.FLAGS["import"].value or ())
     return remaining
 
 

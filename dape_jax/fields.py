@@ -98,7 +98,7 @@ def _text(value: Any) -> str:
 def _meanings(cls: type) -> dict[str, str]:
     """Return the comments beside and above the fields of a dataclass."""
     found: dict[str, str] = {}
-    for each in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
+    for each in [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]:
         above: list[str] = []
         for line in inspect.getsource(each).splitlines():
             if line.startswith("    # "):
@@ -113,7 +113,8 @@ def _meanings(cls: type) -> dict[str, str]:
 
 def _kind(field: dataclasses.Field) -> str:
     """Return the type of a field as text: "int", "int or None", "ints"."""
-    kinds = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
+    kind: Any = field.type
+    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     names = [f"{typing.get_args(kind)[0].__name__}s" if typing.get_args(kind) else kind.__name__ for kind in kinds]
     names = [name for name in names if name != "NoneType"]
     return " or ".join([*names, "None"] if len(kinds) > len(names) or field.default is None else names)

@@ -23,7 +23,7 @@ from dape_jax.model.transformer import Transformer
 LENGTH, HEADS, HEAD_DIM = 11, 2, 4
 POS = np.arange(LENGTH, dtype=np.int32)
 SIZES = {"num_layers": 2, "width": HEADS * HEAD_DIM, "num_heads": HEADS, "vocab_size": 7, "dtype": "float32"}
-CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+assert_close = functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4)
 # Consecutive rows all at once, in blocks with their own keys, and rows at given positions.
 WAYS: dict[str, dict[str, Any]] = {
     "dense": {"implementation": "dense"},
@@ -117,7 +117,7 @@ def test_rows_depend_on_visible_keys_only(bias: str, processor: str, way: str) -
     dense = value_and_gradients(bias, processor, "dense")(qkv, weights)
     for found, expected in zip(jax.tree.leaves((grads, out)), jax.tree.leaves(dense), strict=True):
         assert np.isfinite(found).all()
-        np.testing.assert_allclose(found, expected, **CLOSE)
+        assert_close(found, expected)
 
 
 @each_method
@@ -129,12 +129,12 @@ def test_a_prefix_gives_a_prefix(bias: str, processor: str) -> None:
     params, run = make_layer(bias, processor)
     qkv, t = arrays(0), 7
     whole = run(params, qkv)
-    np.testing.assert_allclose(run(params, [x[:, :t] for x in qkv]), whole[:, :t], **CLOSE)
+    assert_close(run(params, [x[:, :t] for x in qkv]), whole[:, :t])
     if config_of(bias, processor).processor.why_not_cached is None:
         q, k, v = qkv
         cached = [np.where((POS <= t)[None, :, None, None], x, 9.0) for x in (k, v)]
         row = run(params, [q[:, t : t + 1], *cached], q_pos_T=POS[t : t + 1], k_pos_S=POS)
-        np.testing.assert_allclose(row, whole[:, t : t + 1], **CLOSE)
+        assert_close(row, whole[:, t : t + 1])
 
 
 @each_method
@@ -149,7 +149,7 @@ def test_packed_documents_give_what_they_give_alone(bias: str, processor: str) -
             raise
         pytest.skip(str(error))
     for rows in (slice(0, t), slice(t, None)):
-        np.testing.assert_allclose(packed[:, rows], run(params, [x[:, rows] for x in qkv]), **CLOSE)
+        assert_close(packed[:, rows], run(params, [x[:, rows] for x in qkv]))
 
 
 @each_method
