@@ -54,6 +54,24 @@ def test_kerple_is_its_formula_and_holds_its_parameters():
         assert np.all(np.asarray(grads) != 0)
 
 
+def test_rotation_and_its_gradient_are_products_with_the_matrix():
+    """Values are exact, also of bfloat16 and with dims that are not rotated or scaled; so is the gradient."""
+    pos, rope = jnp.arange(5) * 7, Yarn(factor=4.0, fraction=0.5)
+    angle_T1m = (pos[:, None] * jnp.asarray(rope.frequencies(8), jnp.float32)[None])[:, None]
+    cos, sin = (np.float32(rope.scale) * np.asarray(f(angle_T1m)) for f in (jnp.cos, jnp.sin))
+    for dtype in ("float32", "bfloat16"):
+        x, weight = X.astype(dtype), X[::-1].astype(dtype)
+
+        def formula(x, sin):
+            a, b, rest = np.split(np.asarray(x, np.float32), [4, 8], -1)
+            return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1).astype(x.dtype)
+
+        y_BTHK, pullback = jax.vjp(lambda x: rope(x, pos), x)
+        np.testing.assert_allclose(y_BTHK.astype(np.float32), formula(x, sin).astype(np.float32), rtol=1e-6, atol=1e-6)
+        found = pullback(weight)[0].astype(np.float32)
+        np.testing.assert_allclose(found, formula(weight, -sin).astype(np.float32), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ROTARY)
 def test_products_depend_only_on_the_distance(name):
     rotary = ROTARY[name](**OPTIONS.get(name, {}))

@@ -8,16 +8,20 @@ the file.
 """
 
 import dataclasses
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dape_jax.errors import positive, require
+from dape_jax.sharding import full_precision, vary_alike
 
 Heads = Float[Array, "B T H K"]
 RowPositions = Int[Array, "T"] | Int[Array, "B T"]
+RowAngles = Float[Array, "_ T 1 K"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,16 +89,36 @@ class Rope:
         return self.at_length(pos.shape[-1])._rotate(x_BTHK, pos)
 
     def _rotate(self, x_BTHK: Heads, pos: RowPositions) -> Heads:
-        num_rotated = self.num_rotated(x_BTHK.shape[-1])
-        dtype = jnp.promote_types(x_BTHK.dtype, jnp.float32)
-        angle = jnp.multiply.outer(pos.astype(dtype), jnp.asarray(self.frequencies(num_rotated), dtype))
-        angle_BT1m = angle.reshape(-1, pos.shape[-1], 1, num_rotated // 2)  # one row for all sequences if pos is [T]
-        cos, sin = self.scale * jnp.cos(angle_BT1m), self.scale * jnp.sin(angle_BT1m)
-        a, b = jnp.split(x_BTHK[..., :num_rotated].astype(dtype), 2, axis=-1)
-        rotated_BTHR = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHK.dtype)
-        if num_rotated == x_BTHK.shape[-1]:
-            return rotated_BTHR
-        return jnp.concatenate([rotated_BTHR, x_BTHK[..., num_rotated:]], axis=-1)
+        head_dim, dtype = x_BTHK.shape[-1], jnp.promote_types(x_BTHK.dtype, jnp.float32)
+        num_rotated = self.num_rotated(head_dim)
+        others = 0, head_dim - num_rotated
+        frequencies_K = np.pad(np.tile(self.frequencies(num_rotated), 2), others)
+        scale_111K = jnp.asarray([[[np.pad(np.full(num_rotated, self.scale), others, constant_values=1)]]], dtype)
+        angle = jnp.multiply.outer(pos.astype(dtype), jnp.asarray(frequencies_K, dtype))
+        angle_BT1K = angle.reshape(-1, pos.shape[-1], 1, head_dim)  # one row for all sequences if pos is [T]
+        cos, sin = (scale_111K * function(angle_BT1K) for function in (jnp.cos, jnp.sin))
+        return _rotated(*vary_alike(x_BTHK, cos, sin), num_rotated)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _rotated(x_BTHK: Heads, cos: RowAngles, sin: RowAngles, num_rotated: int) -> Heads:
+    """Return cos x + sin (-b, a, 0), with a and b the halves of the first dims of a head's vector.
+
+    (-b, a, 0) is an exact matmul, of entries 0, 1 and -1: TPUs move parts of a vector slowly. The gradient is the
+    rotation in the opposite direction; JAX's own, a matmul of rounded products, is less exact and slower.
+    """
+    half, others = num_rotated // 2, (0, x_BTHK.shape[-1] - num_rotated)
+    turn_KK = np.pad(np.eye(num_rotated, k=half) - np.eye(num_rotated, k=-half), others)
+    options = {"precision": full_precision(x_BTHK.dtype), "preferred_element_type": cos.dtype}
+    turned_BTHK = jnp.einsum("BTHK,KJ->BTHJ", x_BTHK, jnp.asarray(turn_KK, x_BTHK.dtype), **options)
+    return (x_BTHK * cos + turned_BTHK * sin).astype(x_BTHK.dtype)
+
+
+_rotated.defvjp(
+    lambda x_BTHK, cos, sin, num_rotated: (_rotated(x_BTHK, cos, sin, num_rotated), (cos, sin)),
+    # cos and sin have no gradient: positions are integers.
+    lambda num_rotated, saved, dout_BTHK: (_rotated(dout_BTHK, saved[0], -saved[1], num_rotated), None, None),
+)
 
 
 @dataclasses.dataclass(frozen=True)

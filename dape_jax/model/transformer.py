@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -57,11 +58,10 @@ NORMS = ("layer_norm", "rms_norm")
 QK_NORMS = ("none", "head", "projection")
 INITIALIZERS = ("gpt_neox", "fan_in")
 
-# Values of a block that are saved for the backward pass: all; the results of matmuls without a batch dim (not the
-# scores); only the block's input.
+# Values of a block that are saved for the backward pass: all; the results of matmuls with weights; only its input.
 REMAT = {
     "none": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_only_these_names("product"),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
@@ -279,7 +279,7 @@ def linear(
     equation: str, x: Float[Array, "B T ..."], weight: Any, bias: nnx.Param | None, dtype: DTypeLike | None = None
 ) -> Float[Array, "B T ..."]:
     """Return `sharding.matmul` of `x` and a weight, in the dtype of `x`, plus the bias of the projection."""
-    y = matmul(equation, x, weight.astype(x.dtype), dtype)
+    y = checkpoint_name(matmul(equation, x, weight.astype(x.dtype), dtype), "product")
     return y if bias is None else y + bias[None, None].astype(y.dtype)
 
 
