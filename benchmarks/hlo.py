@@ -77,13 +77,29 @@ Computation = dict[str, Instruction]
 
 
 @dataclasses.dataclass(frozen=True)
+class Operation:
+    """Scheduled operation of a program for a TPU."""
+
+    name: str  # the instruction's name
+    cycles: int  # the compiler's estimate, over all executions in one run
+    has_matmul: bool
+    jax_name: str  # JAX's name of its result, with the transformations around it; "" if the compiler made it
+    source: str  # file and line in this repository that called it, or ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Work:
     """Work of one device in one run of a program, without collectives."""
 
     hbm_bytes: int  # HBM traffic, each operand and result of a scheduled operation once
-    cycles: int  # the TPU compiler's estimate, without Pallas kernels
+    operations: tuple[Operation, ...]  # most expensive first, without Pallas kernels
     kernels: tuple[tuple[str, int], ...]  # Pallas kernels: name of the instruction, and number of executions
     launches: int  # scheduled operations that compute or move data: on a GPU, the number of kernel launches
+
+    @property
+    def cycles(self) -> int:
+        """Return the TPU compiler's estimate, without Pallas kernels."""
+        return sum(operation.cycles for operation in self.operations)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,21 +150,36 @@ def _text_of(lowered: Lowered, compiled: Compiled) -> str:
 def read_work(text: str) -> Work:
     """Return the work of a compiled and scheduled program, given its text."""
     program, entry = read_program(text)
-    hbm_bytes = cycles = launches = 0
+    sources = read_sources(text)
+    hbm_bytes = launches = 0
     kernels: list[tuple[str, int]] = []
+    operations: list[Operation] = []
     for computation, times, instruction in _walk(program, entry):
         is_free = instruction.opcode in FREE or instruction.opcode.endswith("-done")
         if is_free or instruction.kind in COLLECTIVES:
             continue
         launches += times
-        cycles += times * int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
+        if cycles := times * int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0):
+            # A fusion with several results has no metadata: take that of its last operation with some.
+            parts = [each for name in instruction.called for each in program[name].values()]
+            described = next((x for x in (instruction, *reversed(parts)) if "op_name=" in x.text), instruction)
+            name, frame = (described.attribute(x) for x in (r'op_name="([^"]*)"', r"stack_frame_id=(\d+)"))
+            source = sources[int(frame or 0)]
+            operations.append(Operation(instruction.name, cycles, _has_matmul(instruction, program), name, source))
         is_kernel = instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.text
         if is_kernel:
             kernels.append((instruction.name, times))
         # A Pallas kernel's `pl.CostEstimate`.
         own = instruction.attribute(r'"bytes_accessed":"(\d+)"') if is_kernel else ""
         hbm_bytes += times * (int(own) if own else _traffic(instruction, program, program[computation]))
-    return Work(hbm_bytes, cycles, tuple(kernels), launches)
+    operations.sort(key=lambda operation: -operation.cycles)
+    return Work(hbm_bytes, tuple(operations), tuple(kernels), launches)
+
+
+def _has_matmul(instruction: Instruction, program: dict[str, Computation]) -> bool:
+    """Return whether an operation is a matmul, or a fusion with one. A TPU's matmuls are convolutions."""
+    fused = (each for name in instruction.called for each in program[name].values())
+    return instruction.opcode in ("convolution", "dot") or any(_has_matmul(each, program) for each in fused)
 
 
 # ---- text
@@ -184,6 +215,23 @@ def read_program(text: str) -> tuple[dict[str, Computation], str]:
             operands = tuple(NAME.findall(rest.split(")")[0]))
             program[name][own_name] = Instruction(own_name, opcode, results, operands, rest, bool(is_root))
     return program, entry
+
+
+def read_sources(text: str) -> dict[int, str]:
+    """Return the file and line of each stack frame: of its innermost call in this repository, or "" if it has none."""
+    root = f"{Path(__file__).parents[1]}/"
+    files = text.partition("\nFileNames\n")[2].partition("\n\n")[0]
+    names = {int(number): file for number, file in re.findall(r'^(\d+) "(.*)"$', files, re.MULTILINE)}
+    places = re.findall(r"^(\d+) \{file_name_id=(\d+) .*? line=(\d+) ", text, re.MULTILINE)
+    locations = {int(number): (names[int(file)], line) for number, file, line in places}
+    sources: dict[int, str] = defaultdict(str)
+    frames = re.findall(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)\}", text, re.MULTILINE)
+    for frame, location, parent in frames:
+        file, line = locations[int(location)]
+        is_own = file.startswith(root) and "site-packages" not in file
+        # The text numbers parents from 1, where 1 is none, and a frame follows its parent.
+        sources[int(frame)] = f"{file.removeprefix(root)}:{line}" if is_own else sources[int(parent) - 1]
+    return sources
 
 
 def _walk(program: dict[str, Computation], computation: str, times: int = 1) -> Iterator[tuple[str, int, Instruction]]:

@@ -7,10 +7,12 @@ For the methods of the paper's table 7, the train step is compiled ahead of time
 slice, with `--tokens` tokens in the batch of a chip, and its cycles are summed, with trip counts of loops:
 
     kernels     bundles of instructions of one layer's kernels, one per cycle (`benchmarks.tpu`)
-    other       the compiler's estimate for all other operations; collectives are not counted
+    matmuls     the compiler's estimate for other operations with a matmul, and what is fused with it
+    rest        the compiler's estimate for all other operations; collectives are not counted
 
-Attention is the choice of `auto`. A method's ratio is its cycles over those of DAPE1x3-Kerple. The paper's table 7
-measures one sequence of 512 tokens on unnamed hardware. Output: a table, and OUTPUT/step_cycles.json.
+Attention is the choice of `auto`. A method's ratio is its cycles over those of DAPE1x3-Kerple, and its MFU the model's
+FLOPs (`flops.py`) over the chips' peak in that time. The paper's table 7 measures one sequence of 512 tokens on unnamed
+hardware. Output: a table, a table of the ten most expensive operations of the rest, and OUTPUT/step_cycles.json.
 """
 
 import dataclasses
@@ -31,13 +33,18 @@ from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.config import RunConfig
 from dape_jax.errors import require
-from dape_jax.hardware import read_topology
+from dape_jax.evaluation.report import text_table
+from dape_jax.hardware import mfu, read_topology
+from dape_jax.model.flops import model_flops
 from dape_jax.model.processors import DapeConfig, PlainConfig
 from dape_jax.model.transformer import SIZES, attention_of
 from dape_jax.planning.compile import compile_error, find_libtpu, in_process, libtpu_version
 from dape_jax.planning.plan import REMATS, Request
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig
+
+METHODS = ("nope", *TABLE7)
+NUM_LISTED = 10  # most expensive operations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +54,14 @@ class Settings:
     topologies: tuple[str, ...] = flag(("v5e:1x1",), "Slices to compile for.")
     models: tuple[str, ...] = flag(("125m",), f"The paper's models: {', '.join(SIZES)}.")
     lengths: tuple[int, ...] = flag((512, 2048, 8192), "Train lengths in tokens.")
-    methods: tuple[str, ...] = flag(TABLE7, f"Methods: {', '.join(TABLE7)}.")
+    methods: tuple[str, ...] = flag(TABLE7, f"Methods: {', '.join(METHODS)}.")
     tokens: int = flag(16_384, "Tokens in the batch of a chip.")
     remat: str = flag("full", f"Rematerialisation of layers: {', '.join(REMATS)}.")
     output: str = flag("results/step_cycles", "Directory of the JSON.")
 
     def __post_init__(self):
         check_names("models", self.models, SIZES)
-        check_names("methods", self.methods, TABLE7)
+        check_names("methods", self.methods, METHODS)
         require(RATIO_TO in self.methods, "--methods", self.methods, f"must include {RATIO_TO}")
         check_names("remat", (self.remat,), REMATS)
         for topology in self.topologies:
@@ -82,7 +89,9 @@ def compile_step(request: Request) -> dict[str, Any]:
             program = compile_program(step, *arguments)
         except jax.errors.JaxRuntimeError as error:
             return {"fits": False, "reason": compile_error(error)}
-    figures = {"cycles": program.work.cycles, "kernels": program.work.kernels}
+    matmuls = sum(each.cycles for each in program.work.operations if each.has_matmul)
+    rest = [dataclasses.asdict(each) for each in program.work.operations if not each.has_matmul][:NUM_LISTED]
+    figures = {"cycles": program.work.cycles, "matmuls": matmuls, "rest": rest, "kernels": program.work.kernels}
     return {"fits": True, "peak_bytes": program.memory.peak_memory_in_bytes} | figures
 
 
@@ -101,8 +110,17 @@ def measure(run: RunConfig, topology: str, model: str, libtpu: Path) -> dict[str
         of_pass = dict(zip(("dape_forward", "dape_backward"), layer["kernels_of_passes_ms"], strict=True))
         for name, times in outcome["kernels"]:
             kernels_ms += times * sum(ms for kernel, ms in of_pass.items() if kernel in name)
-    other_ms = 1e3 * outcome["cycles"] / tpu.CLOCK_HZ[hardware.chip.name]
-    return found | {"kernels_ms": kernels_ms, "other_ms": other_ms, "peak_bytes": outcome["peak_bytes"], "reason": None}
+    cycle_ms = 1e3 / tpu.CLOCK_HZ[hardware.chip.name]
+    found |= {"kernels_ms": kernels_ms, "other_ms": outcome["cycles"] * cycle_ms, "reason": None}
+    flops = model_flops(run.model, length, run.train.batch_size).total
+    for operation in outcome["rest"]:
+        operation["ms"] = operation.pop("cycles") * cycle_ms
+    return found | {
+        "matmuls_ms": outcome["matmuls"] * cycle_ms,  # of `other_ms`
+        "mfu": mfu(1e3 * flops / total_ms(found), hardware.chip.device_kinds[0], hardware.num_chips),
+        "operations": outcome["rest"],
+        "peak_bytes": outcome["peak_bytes"],
+    }
 
 
 def total_ms(row: dict[str, Any]) -> float:
@@ -113,8 +131,16 @@ def total_ms(row: dict[str, Any]) -> float:
 def cells(rows: list[Row]) -> list[list[str]]:
     """Return the rows of the table, header first."""
     labels = {"slice": "topology", "model": "model", "length": "length", "method": "method", "attention": "attention"}
-    figures = {"ms": (total_ms, ".1f"), "in kernels": (lambda row: row["kernels_ms"] / total_ms(row), ".0%")}
+    figures = {"ms": (total_ms, ".1f"), "kernels": ("kernels_ms", ".1f"), "matmuls": ("matmuls_ms", ".1f")}
+    figures |= {"rest": (lambda row: row["other_ms"] - row["matmuls_ms"], ".1f"), "MFU": ("mfu", ".1%")}
     return table(rows, labels, figures | {"ratio": ("ratio", ".3f")})
+
+
+def operation_cells(rows: list[Row]) -> list[list[str]]:
+    """Return the most expensive operations of each row, header first."""
+    names = {name: name for name in ("topology", "model", "length", "method", "name", "source", "jax_name")}
+    every = [row | operation for row in rows if row["reason"] is None for operation in row["operations"]]
+    return table(every, names, {"ms": ("ms", ".2f")})
 
 
 def main(settings: Settings) -> None:
@@ -142,6 +168,7 @@ def main(settings: Settings) -> None:
         f"A training step by the compiler's cycles, {settings.tokens:,} tokens on each chip, bfloat16, "
         f"remat={settings.remat}. Ratio: to {RATIO_TO}."
     )
+    print(text_table("Most expensive operations outside kernels, without matmuls:", operation_cells(rows)), end="\n\n")
     write("step_cycles", settings, rows, caption, cells(rows), libtpu=libtpu_version(libtpu))
 
 

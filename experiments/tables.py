@@ -477,6 +477,45 @@ def tpu_steps() -> str:
     return table(["model", "chip", "T", *(NAMES[m] for m in (*methods, "dape1x3-kerple")), "in its kernels"], rows)
 
 
+LISTED = ("kerple", "dape1x3-kerple")
+
+
+def step_rows(length: int) -> list[Row]:
+    """Return the compiled steps of 350M on v5e by the methods `LISTED`, if they list their operations."""
+    found = read("step_cycles/v5e-350m/step_cycles.json")["rows"]
+    chosen = [select(found, length=length, method=method) for method in LISTED]
+    return [row for row in chosen if "operations" in row]
+
+
+def tpu_step_parts() -> str:
+    """Return the estimated times of the parts of a training step, and its MFU."""
+    rows = []
+    for row in (row for length in (512, 2048) for row in step_rows(length)):
+        times = row["kernels_ms"], row["matmuls_ms"], row["other_ms"] - row["matmuls_ms"]
+        cells = [f"{ms:,.0f} ms" for ms in times]
+        rows.append([NAMES[row["method"]], f"{row['length']:,}", *cells, f"{100 * row['mfu']:.0f} %"])
+    return table(["method", "T", "kernels", "matmuls", "rest", "MFU"], rows)
+
+
+def tpu_operations(length: int) -> str:
+    """Return the ten most expensive operations of a training step outside kernels, without matmuls."""
+    columns = []
+    for row in step_rows(length):
+        cells = []
+        for operation in row["operations"]:
+            path, name = operation["jax_name"].split("/"), operation["jax_name"].rpartition("/")[2]
+            again = (
+                "recomputed " if "rematted_computation" in path else "backward " if "transpose(jvp())" in path else ""
+            )
+            place = operation["source"].removeprefix("dape_jax/")
+            cells.append(
+                [f"{again}`{name or operation['name']}`, {place or 'by the compiler'}", f"{operation['ms']:.1f}"]
+            )
+        columns.append(cells)
+    header = [name for method in LISTED for name in (NAMES[method], "ms")]
+    return table(header, [[cell for cells in line for cell in cells] for line in zip(*columns, strict=True)])
+
+
 def precision() -> str:
     """Return the largest errors of the last row's scores in 16-bit dtypes, in nats."""
     rows, found = [], read("precision/precision.json")["rows"]

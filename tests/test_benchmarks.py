@@ -15,7 +15,7 @@ import pytest
 from tqdm import tqdm
 
 from benchmarks import attention, gpu, layer, listing, measure, step, step_cycles
-from benchmarks.hlo import compile_program
+from benchmarks.hlo import Operation, compile_program, read_work
 from dape_jax.errors import InputError
 from dape_jax.evaluation.programs import predicted_bytes
 from dape_jax.hardware import MIB
@@ -207,15 +207,57 @@ def test_step_measures_the_requested_case_and_what_does_not_fit_is_not_run(tmp_p
 
 def test_a_layer_with_the_kernels_of_a_step_is_requested_for_every_method():
     found = {}
-    for method in step.TABLE7:
+    for method in step_cycles.METHODS:
         run = step.read_config("paper", "350m", method, 2048, 4 * 8, "auto")
         request = step_cycles.layer_request(run, "v5p:2x2x1", "350m")
         found[method] = request.layer.bias, request.layer.processor
         assert (request.model, request.layer.length, request.layer.batch) == ("350m", 2048, 8), "four chips share 32"
-    assert found["rope"] == (layer.PLAIN.bias, layer.PLAIN.processor)
+    assert found["rope"] == found["nope"] == (layer.PLAIN.bias, layer.PLAIN.processor)
     assert found["kerple"] == ("kerple", layer.PLAIN.processor)
     assert found["dape1x3-kerple"] == ("kerple", layer.Layer().processor)
     assert found["dape1x1-kerple"][1].kernel_width == 1
+
+
+def test_operations_of_a_program_by_cycles():
+    """Cycles are multiplied by trip counts; a fusion with a convolution is a matmul; sources are in this repository."""
+    root = Path(__file__).parents[1]
+    text = f"""HloModule m, is_scheduled=true
+
+FileNames
+1 "{root}/dape_jax/model/loss.py"
+2 "/usr/lib/python3/site-packages/optax/a.py"
+
+FileLocations
+1 {{file_name_id=1 function_name_id=1 line=7 end_line=7 column=1 end_column=2}}
+2 {{file_name_id=2 function_name_id=1 line=8 end_line=8 column=1 end_column=2}}
+
+StackFrames
+1 {{file_location_id=1 parent_frame_id=1}}
+2 {{file_location_id=2 parent_frame_id=2}}
+
+%fused (p.1: f32[8,8]) -> f32[8,8] {{
+  %p.1 = f32[8,8] parameter(0)
+  ROOT %convolution.1 = f32[8,8] convolution(%p.1, %p.1), metadata={{op_name="jit(f)/dot_general" stack_frame_id=1}}
+}}
+
+%body (p.2: f32[8,8]) -> f32[8,8] {{
+  %p.2 = f32[8,8] parameter(0)
+  ROOT %fusion.1 = f32[8,8] fusion(%p.2), calls=%fused, backend_config={{"estimated_cycles":"5"}}
+}}
+
+ENTRY %main (p.3: f32[8,8]) -> f32[8,8] {{
+  %p.3 = f32[8,8] parameter(0)
+  %copy.1 = f32[8,8] copy(%p.3), metadata={{op_name="f/t" stack_frame_id=2}}, backend_config={{"estimated_cycles":"9"}}
+  ROOT %while.1 = f32[8,8] while(%copy.1), condition=%c, body=%body, backend_config={{"known_trip_count":{{"n":"3"}}}}
+}}
+"""
+    work, source = read_work(text), "dape_jax/model/loss.py:7"
+    fusion, copy = (
+        Operation("fusion.1", 15, True, "jit(f)/dot_general", source),
+        Operation("copy.1", 9, False, "f/t", source),
+    )
+    assert work.operations == (fusion, copy)
+    assert work.cycles == 24
 
 
 @pytest.mark.slow
@@ -231,7 +273,12 @@ def test_cycles_of_a_training_step(libtpu):
         assert found[method]["reason"] is None
     kerple, dape = found["kerple"], found["dape1x3-kerple"]
     assert 1.5 * kerple["kernels_ms"] < dape["kernels_ms"] < 4 * kerple["kernels_ms"]
-    assert dape["other_ms"] > kerple["other_ms"] > 0
+    assert dape["other_ms"] > kerple["other_ms"] > kerple["matmuls_ms"] > 0
+    assert 0 < dape["mfu"] < kerple["mfu"] < 1
+    times = [operation["ms"] for operation in dape["operations"]]
+    assert times == sorted(times, reverse=True)
+    assert len(times) == 10
+    assert any(operation["source"].startswith("dape_jax/") for operation in dape["operations"])
 
 
 # ---- all measurements on one GPU
