@@ -192,6 +192,10 @@ MORE = {
     "window": Case(window=7, length=150, width=5),
     "window-of-one": Case(window=1),
     "three-tiles": Case("alibi", length=300, width=7, channels=16),
+    # A tile with all keys, but not all hidden columns that the last rows read.
+    "full-tile": Case(length=128, heads=12, groups=4),
+    "full-tile-7": Case("t5", width=7, length=127, heads=5, groups=5, window=90),
+    "full-tile-row-stride": Case(width=5, length=256, row_stride=4, first=3, heads=2, groups=1, batch=2, phases=2),
     "many-heads": Case(heads=32, groups=2, channels=40, length=40),
     "wide-heads": Case(head_dim=128, heads=2, groups=2, channels=64),
     "row-stride-and-window": Case(row_stride=4, length=160, window=30, alignment="causal", width=3),
@@ -357,6 +361,7 @@ def test_bfloat16_is_as_accurate_as_dense(case, implementation):
         # Two or three blocks, two tiles, few channels: the interpreter is slow.
         pytest.param(Case(heads=2, groups=1, channels=3, length=152, row_stride=4), 38, 32, id="every-fourth"),
         pytest.param(Case(heads=2, groups=1, channels=3, length=136), 136, 64, id="all"),
+        pytest.param(Case(heads=2, groups=1, channels=3, batch=4, length=128), 128, 64, id="one-tile"),
         pytest.param(Case(heads=2, groups=1, batch=2, length=136), 20, 32, id="first"),  # rows end before the keys
         pytest.param(Case(length=528, row_stride=16, phases=4), 33, 32, id="four-phases", marks=pytest.mark.exhaustive),
         pytest.param(Case(plain=True, heads=2, groups=1, length=136), 136, 32, id="plain"),
@@ -557,7 +562,8 @@ def test_tiles_own_every_column_that_counts(data):
     for row in range(rows):
         column = first + row_stride * row
         for read in (max(column - reach + 1 - pad * backward, 0), column + ahead):
-            needed.add((row // t.block_rows, read // t.owned_columns, row % t.block_rows // tpu.tiling.GROUP_ROWS))
+            tile = 0 if t.is_single else read // t.owned_columns
+            needed.add((row // t.block_rows, tile, row % t.block_rows // tpu.tiling.GROUP_ROWS))
     taken = set()
     lows, highs = (np.broadcast_to(x, t.num_tiles) for x in t.block_range(np.arange(t.num_tiles), first))
     for block in range(t.num_blocks):
@@ -583,12 +589,12 @@ def test_tiles_own_every_column_that_counts(data):
     assert set(steps.key_column) <= {t.step(0, tile, 0).key_column for tile in range(t.num_tiles)}
 
 
-@pytest.mark.parametrize(("length", "phases"), [(100, 1), (128, 2), (252, 2), (253, 4), (4096, 4)])
+@pytest.mark.parametrize(("length", "phases"), [(100, 1), (128, 1), (129, 2), (256, 2), (257, 4), (4096, 4)])
 def test_a_tile_holds_no_more_than_all_keys(length, phases):
     q = jax.ShapeDtypeStruct((1, length, 12, 64), jnp.bfloat16)
     forward, backward = tpu.tilings(q, q, (3, 1, 32), dtype=q.dtype, device_kind="TPU v5 lite")
-    assert forward.phases == phases
-    assert backward.phases == (phases if length != 252 else 4), "its halo is wider"
+    assert (forward.phases, backward.phases) == (phases, phases)
+    assert forward.is_single == backward.is_single == (length <= 512)
 
 
 @pytest.mark.slow

@@ -121,7 +121,13 @@ def make_operator(
     ahead = width - 1 - pad
     num_distances = ahead + num_keys
     assert mask.row_stride is not None
-    column_T = first + mask.row_stride * jnp.arange(num_rows)
+
+    def of_rows(table_XN: Float[Array, "X N"], offset: int) -> Float[Array, "X T"]:
+        """Return the entry at `offset` plus the column of each row; the entries must exist."""
+        assert mask.row_stride is not None
+        size = mask.row_stride * (num_rows - 1) + 1
+        return jax.lax.dynamic_slice_in_dim(table_XN, first + offset, size, 1)[:, :: mask.row_stride]
+
     hidden_C = processor.hidden_bias_C[...].astype(jnp.float32)
     output_WCH = processor.output_WCH[...].astype(jnp.float32)
     # The bias of Conv2 shifts a whole row and cancels in the softmax: stop_gradient makes its gradient exactly 0.
@@ -149,7 +155,7 @@ def make_operator(
                 hidden_CN += read(w, bias_HN[:, width - 1 - w :][:, : hidden_CN.shape[1]])
             for column in range(pad):
                 # Taps w < pad - column read column + w - pad < 0, at distance i - column - w + pad.
-                excess = [read(w, bias_HN[:, column_T - column - w + pad + 3 * ahead]) for w in range(pad - column)]
+                excess = [read(w, of_rows(bias_HN, 3 * ahead + pad - column - w)) for w in range(pad - column)]
                 left_PCT = left_PCT.at[column].set(sum(excess))
 
     def output(w: int, features_CN: Float[Array, "C N"]) -> Float[Array, "H N"]:
@@ -164,11 +170,10 @@ def make_operator(
 
     def excess_features(column: int) -> Float[Array, "C T"]:
         """Return the table's features minus the true features of a hidden column left of column `pad`."""
-        # Rows before the column use no result that reads it, so any distance is valid for them.
-        index_T = jnp.maximum(column_T - column + 2 * ahead, 0)
-        if column < 0:
-            return features_CN[:, index_T]
-        return features_CN[:, index_T] - jax.nn.leaky_relu(fixed_CN[:, index_T] - fixed_left_PCT[column], SLOPE)
+        # Rows before the column use no result that reads it, so any entry is valid for them.
+        hidden_CT = of_rows(jnp.pad(fixed_CN, ((0, 0), (pad, 0))), pad + 2 * ahead - column)
+        features_CT = jax.nn.leaky_relu(hidden_CT, SLOPE)
+        return features_CT if column < 0 else features_CT - jax.nn.leaky_relu(hidden_CT - fixed_left_PCT[column], SLOPE)
 
     excess_CT = {column: excess_features(column) for column in range(-pad, pad)}
     left_added_QHT = jnp.zeros((2 * pad, num_heads, num_rows), jnp.float32)

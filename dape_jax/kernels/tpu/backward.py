@@ -62,6 +62,7 @@ from dape_jax.kernels.tpu.forward import (
     packed_scratch,
     pairs_of,
     registers_of,
+    right_unit,
     roll,
     row_of,
     select,
@@ -91,6 +92,7 @@ class Inputs(NamedTuple):
     matrices: Matrices
     transposed: Matrices  # matrices of the transposed convolutions
     left: LeftRefs
+    right: Any  # see `forward.right_edge`
     slab: list[Any]  # pieces of 128 columns
     dq: Any  # zeros, donated to the output of the same name
     dtable: Any  # zeros, donated to the output of the same name
@@ -105,6 +107,7 @@ class Outputs(NamedTuple):
     dv: Any
     dmatrices: Matrices  # the second matrix is that of the transposed convolution
     dleft: LeftRefs
+    dright: Any
 
 
 class Scratch(NamedTuple):
@@ -213,7 +216,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
 
     @pl.when((tile == 0) & (block == 0))
     def _():
-        clear(*jax.tree.leaves(outputs.dmatrices))
+        clear(*jax.tree.leaves((outputs.dmatrices, outputs.dright)))
         if t.num_heads % 4:
             clear(*jax.tree.leaves((scratch.scores, scratch.dprobs)))
 
@@ -251,7 +254,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
 
     def loop(in_first_tile: bool) -> None:
         left = (inputs.left, scratch.left) if in_first_tile else None
-        tables = RowTables(step, scratch.slab, scratch.sheared, left)
+        tables = RowTables(step, scratch.slab, scratch.sheared, left, (inputs.right, block))
 
         def is_correct(phase: int) -> Array:
             """Return whether a column's result depends only on scores of this tile."""
@@ -356,6 +359,8 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
             """Return the gradient of a matrix [lines of a window, 2 n C]; columns count in the tile that owns them."""
 
             def counted(x: Array) -> Array:
+                if t.is_single:
+                    return x
                 zero = jnp.zeros((), x.dtype)
                 return join([jnp.where(owned, register, zero) for register in registers_of(x)], 0)
 
@@ -374,6 +379,10 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
                         scratch.slope[buffer, r + k, f] = unit.slope[k][f]
                     store(t, scratch.probs, unit.probs[f], row + r, f)
                     store(t, scratch.dprobs, unit.dtotal[f], row + r, f)
+                for i, is_here in right_unit(t, block, row, r):
+                    for j, f in enumerate(t.right_phases):
+                        for register, d in enumerate(unit.dtotal[f]):
+                            outputs.dright[0, i, j, register] += is_here * d
 
         def store_second(results: Sequence[Gradients], row: Any) -> None:
             outputs.dmatrices.to_hidden[0] += functools.reduce(jnp.add, [unit.dmatrix_1 for unit in results])
@@ -450,11 +459,11 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
             return 0
 
         row = row_of(first)
-        tables.store(row, first_slots(t), *tables.read(row, first_slots(t)))
+        tables.fill(row, first_slots(t))
         if t.num_channels:
             loaded = load_first(row)
             store_first(rest(features_of(loaded, row), loaded, row), row)
-            tables.store(row + GROUP_ROWS, new_slots(t), *tables.read(row + GROUP_ROWS, new_slots(t)))
+            tables.fill(row + GROUP_ROWS, new_slots(t))
             jax.lax.fori_loop(first + 1, end, body, 0)
             row = row_of(end - 1)
             last = load_second(row)
@@ -519,11 +528,12 @@ def backward_pass(
     v_BSGK: Array,
     first: Array,
     operator: Operator,
+    right: Array | None,
     out_BTHK: Array,
     lse: Heads,
     dout_BTHK: Array,
-) -> tuple[Array, Array, Array, Operator]:
-    """Run the backward kernel; return the gradients of q, k, v and the operator.
+) -> tuple[Array, Array, Array, Operator, Array | None]:
+    """Run the backward kernel; return the gradients of q, k, v, the operator and `forward.right_edge`.
 
     `forward` is the tiling of the forward pass, which returned `out_BTHK` and `lse`.
     """
@@ -547,9 +557,6 @@ def backward_pass(
         spec = pl.BlockSpec((1, 1, *x.shape[1:]), lambda b, j, i, _: (b, left_block(j, i), 0, 0, 0))
         return tiling.Blocked(float32(*x.shape), spec)
 
-    def summed(*shape: int) -> tiling.Blocked:
-        return tiling.Blocked(float32(*shape), pl.BlockSpec((1, *shape), lambda b, *_: (b, 0, 0)))
-
     score_lines = tiling.score_lines(t, t.window_phases)
     hidden_lines = tiling.hidden_lines(t, UNIT_ROWS, t.phases_per_dot, packed=True)
     K = t.head_dim
@@ -567,11 +574,12 @@ def backward_pass(
         matrices=matrices_of(t, operator.scores_WHC, operator.output_WCH),
         transposed=matrices_of(t, transposed_2, transposed_1),
         left=jax.tree.map(left_input, left),
+        right=None if right is None else tiling.by_sequence(right),
         slab=tiling.slab_of(t, table),
         dq=tiling.in_hbm(jnp.zeros(dq.shape, dq.dtype)),
         dtable=tiling.in_hbm(jnp.zeros(dtable.shape, dtable.dtype)),
     )
-    dmatrix = summed(len(score_lines.number), len(hidden_lines.number))
+    dmatrix = tiling.by_sequence(float32(len(score_lines.number), len(hidden_lines.number)))
     outputs = Outputs(
         dq=tiling.in_hbm(dq),
         dk=tiling.by_tiles(t, dtiles),
@@ -579,6 +587,7 @@ def backward_pass(
         dmatrices=Matrices(dmatrix, dmatrix) if t.num_channels else Matrices(),
         dtable=tiling.in_hbm(dtable),
         dleft=jax.tree.map(left_gradient, left),
+        dright=None if right is None else tiling.by_sequence(float32(*right.shape[1:])),
     )
     tile_scratch = tiling.scratch_of(t.num_groups, t.phases, K, LANES)
     slab_scratch = tiling.scratch_of(t.phases, t.table_lines, t.slab_columns)
@@ -619,4 +628,5 @@ def backward_pass(
         doutput_WCH = of_kernel(gradients.dmatrices.to_heads, transposed_2)[::-1].swapaxes(1, 2)
     dknee_CN, dadded_HN = table_vjp(gradients.dtable.sum(0))
     dleft = left_vjp(jax.tree.map(lambda x: x.sum(0), gradients.dleft))
-    return dq_BTHK, dk_BSGK, dv_BSGK, Operator(dscores_WHC, doutput_WCH, dknee_CN, dadded_HN, *dleft)
+    doperator = Operator(dscores_WHC, doutput_WCH, dknee_CN, dadded_HN, *dleft)
+    return dq_BTHK, dk_BSGK, dv_BSGK, doperator, gradients.dright

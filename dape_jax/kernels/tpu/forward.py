@@ -24,16 +24,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from dape_jax.kernels.tables import Operator
 from dape_jax.kernels.tpu import tiling
 from dape_jax.kernels.tpu.tiling import (
     GROUP_ROWS,
     LANES,
-    LEFT_BUFFERS,
     MASKED_SCORE,
     SUBLANES,
     UNIT_ROWS,
@@ -41,7 +41,7 @@ from dape_jax.kernels.tpu.tiling import (
     Tiling,
     iota,
 )
-from dape_jax.model.processors import leaky_relu_change
+from dape_jax.model.processors import SLOPE, leaky_relu_change
 from dape_jax.sharding import full_precision
 
 Registers = list[Array]  # each [8, 128]
@@ -82,8 +82,15 @@ def roll(x: Array, by: Any) -> Array:
     return pltpu.roll(x, by & (LANES - 1), 1)
 
 
+def shift(t: Tiling, x: Array, by: int) -> Array:
+    """Roll a phase for a tap beyond the first or last phase; in a single tile there are zeros beyond its columns."""
+    rolled, lane = roll(x, by), iota((SUBLANES, LANES), 1)
+    return select((lane >= by) & (lane < LANES + by), rolled) if t.is_single else rolled
+
+
 def select(mask: Array, x: Array, other: Any = 0.0) -> Array:
     """Return `x` where the mask is True, else `other`. The mask is one register, [8, 128], repeated over sublanes."""
+    other = jnp.asarray(other, x.dtype)
     return jnp.where(mask[None], x.reshape(-1, SUBLANES, LANES), other).reshape(x.shape)
 
 
@@ -251,11 +258,11 @@ def left_scratch(t: Tiling) -> LeftRefs:
     if not t.pad:
         return LeftRefs()
     sizes = (t.pad, t.padded_channels), (2 * t.pad, t.head_lines)
-    return LeftRefs(*(tiling.scratch_of(LEFT_BUFFERS, GROUP_ROWS, *size, LANES) for size in sizes))
+    return LeftRefs(*(tiling.scratch_of(t.left_buffers, GROUP_ROWS, *size, LANES) for size in sizes))
 
 
-def _left_buffer(row: Any) -> Any:
-    return row // GROUP_ROWS & (LEFT_BUFFERS - 1)
+def _left_buffer(t: Tiling, row: Any) -> Any:
+    return row // GROUP_ROWS & (t.left_buffers - 1)
 
 
 def roll_left(t: Tiling, left: LeftRefs, row: Any, lane: Array) -> LeftRefs:
@@ -273,12 +280,12 @@ def roll_left(t: Tiling, left: LeftRefs, row: Any, lane: Array) -> LeftRefs:
     return LeftRefs(of(left.knee, t.pad), of(left.added, 2 * t.pad))
 
 
-def store_left(rolled: LeftRefs, scratch: LeftRefs, row: Any) -> None:
+def store_left(t: Tiling, rolled: LeftRefs, scratch: LeftRefs, row: Any) -> None:
     """Store the result of `roll_left`."""
     for of_rows, ref in zip(rolled, scratch, strict=True):
         for r, columns in enumerate(of_rows):
             for column, numbers in enumerate(columns):
-                ref[_left_buffer(row), r, column] = numbers
+                ref[_left_buffer(t, row), r, column] = numbers
 
 
 # ---- Convolutions
@@ -316,7 +323,7 @@ def windows(t: Tiling, unit: Unit, before: int) -> list[Array]:
 
     @functools.cache
     def rolled(phase: int, by: int) -> Registers:
-        return [roll(register, by) for register in unit[phase]]
+        return [shift(t, register, by) for register in unit[phase]]
 
     begins = range(-before, t.phases - before, t.phases_per_dot)
     return [operand(t, [pack(t, window(t, unit, rolled, begin))]) for begin in begins]
@@ -340,7 +347,7 @@ def beyond(t: Tiling, before: int) -> list[tuple[int, int]]:
 
 def with_rolled(t: Tiling, phases: Sequence[Array], before: int) -> list[Array]:
     """Return the phases of a row, then the rolled phases that `to_heads` reads."""
-    return [*phases, *(roll(phases[phase], by) for phase, by in beyond(t, before))]
+    return [*phases, *(shift(t, phases[phase], by) for phase, by in beyond(t, before))]
 
 
 def to_heads(t: Tiling, matrices: Any, hidden: Sequence[Sequence[Array]], before: int) -> Unit:
@@ -391,17 +398,21 @@ class RowTables:
         slab_ref: the slab.
         sheared_ref: scratch of entries by slot.
         left: corrections of the first columns, and scratch for them; None if this is not the first tile.
+        right: see `right_edge`; and the number of the block.
     """
 
-    def __init__(self, step: Step, slab_ref: Any, sheared_ref: Any, left: tuple[LeftRefs, LeftRefs] | None):
+    def __init__(self, step: Step, slab_ref: Any, sheared_ref: Any, left: tuple[LeftRefs, LeftRefs] | None, right: Any):
         self.step, self.t, self.slab_ref, self.sheared_ref = step, step.t, slab_ref, sheared_ref
+        self.right, self.block = right
         self.left_input, self.left = left or (None, LeftRefs())
         self.lane = iota((SUBLANES, LANES), 1)
 
     def read(self, row: Any, slots: Sequence[tuple[int, int]]) -> tuple[list[Array], LeftRefs | None]:
         """Return the table entries for some slots, and the corrections of a group of rows, for `store`."""
         entries = [shear(self.step, self.slab_ref, row + r, phase, self.lane) for r, phase in slots]
-        return entries, None if self.left_input is None else roll_left(self.t, self.left_input, row, self.lane)
+        return entries, None if self.left_input is None or not slots else roll_left(
+            self.t, self.left_input, row, self.lane
+        )
 
     def store(
         self, row: Any, slots: Sequence[tuple[int, int]], entries: Sequence[Array], left: LeftRefs | None
@@ -410,7 +421,11 @@ class RowTables:
         for (r, phase), lines in zip(slots, entries, strict=True):
             self.sheared_ref[slot(self.t, row + r, phase)] = lines
         if left is not None:
-            store_left(left, self.left, row)
+            store_left(self.t, left, self.left, row)
+
+    def fill(self, row: Any, slots: Sequence[tuple[int, int]]) -> None:
+        """Store the table entries for some slots, and the corrections of a group of rows."""
+        self.store(row, slots, *self.read(row, slots))
 
     def knee(self, row: Any, r: int, phase: int) -> Array:
         """Return the knees of row `row + r` in a phase, [C, 128]; `row` is the first row of a group."""
@@ -430,7 +445,7 @@ class RowTables:
             return entries
         for column in range(num_columns):
             if (self.t.halo[0] + column) % self.t.phases == phase:
-                entries = entries - left_ref[_left_buffer(row), r, column]
+                entries = entries - left_ref[_left_buffer(self.t, row), r, column]
         return entries
 
     def exists(self, phase: int) -> Array | None:
@@ -459,13 +474,30 @@ def hidden_features(
 
 
 def add_tables(t: Tiling, tables: RowTables, scores: Unit, row: Any, r: int) -> Unit:
-    """Add the table entries to the scores of rows `row + r` and `row + r + 1`."""
-    return [[s + a for s, a in zip(scores[f], tables.added(row, r, f), strict=True)] for f in range(t.phases)]
+    """Add to the scores of rows `row + r` and `row + r + 1` what does not depend on hidden features of this tile."""
+    total = [[s + a for s, a in zip(scores[f], tables.added(row, r, f), strict=True)] for f in range(t.phases)]
+    for unit, is_here in right_unit(t, tables.block, row, r):
+        for i, f in enumerate(t.right_phases):
+            total[f] = [x + is_here * tables.right[0, unit, i, k] for k, x in enumerate(total[f])]
+    return total
 
 
-def add_change(t: Tiling, matrices: Any, hidden: Sequence[Sequence[Array]], total: Unit, correct: list[Array]) -> Unit:
+def right_unit(t: Tiling, block: Any, row: Any, r: int) -> list[tuple[int, Any]]:
+    """Return the index in `Tiling.right_units` of a unit that can be at `r` in its group, and 1.0 if it is this one.
+
+    The unit has the rows `row + r` and `row + r + 1` of the block; `row` is the first row of a group.
+    """
+    rows = [(i, UNIT_ROWS * unit) for i, unit in enumerate(t.right_units) if UNIT_ROWS * unit % GROUP_ROWS == r]
+    return [(i, ((block == at // t.block_rows) & (row + r == at % t.block_rows)).astype(jnp.float32)) for i, at in rows]
+
+
+def add_change(
+    t: Tiling, matrices: Any, hidden: Sequence[Sequence[Array]], total: Unit, correct: Sequence[Array]
+) -> Unit:
     """Add the second convolution of hidden features, `with_rolled` of each row; MASKED_SCORE where not `correct`."""
     change = to_heads(t, matrices, hidden, t.pad)
+    if t.is_single:  # all are correct
+        return [[c + x for c, x in zip(change[f], total[f], strict=True)] for f in range(t.phases)]
     return [
         [jnp.where(correct[f], c + x, MASKED_SCORE) for c, x in zip(change[f], total[f], strict=True)]
         for f in range(t.phases)
@@ -495,6 +527,7 @@ class Inputs(NamedTuple):
     v: Any
     matrices: Matrices
     left: LeftRefs
+    right: Any  # see `right_edge`
     slab: list[Any]  # pieces of 128 columns
 
 
@@ -521,10 +554,11 @@ class Scratch(NamedTuple):
 
 def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Scratch, *, t: Tiling) -> None:
     """Process one tile of keys for one block of rows."""
-    block, tile = pl.program_id(1), pl.program_id(2)
+    block, tile = pl.program_id(1), 0 if t.is_single else pl.program_id(2)
     first_tile, last_tile = t.tile_range(block, first_ref[0])
     step = t.step(block, tile, first_ref[0])
-    needed = (tile >= first_tile) & (tile <= last_tile)
+    needed = t.is_single or (tile >= first_tile) & (tile <= last_tile)
+    is_first_sequence = t.is_single and pl.program_id(2) == 0
     first, end = step.groups()
     phases, heads_per_group = range(t.phases), t.num_heads // t.num_groups
     num_hidden = t.phases + len(beyond(t, t.pad))
@@ -537,9 +571,21 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
         if t.num_heads % 4:
             clear(*jax.tree.leaves(scratch.scores))
 
+    def make_tables(in_first_tile: bool) -> RowTables:
+        left = (inputs.left, scratch.left) if in_first_tile else None
+        return RowTables(step, scratch.slab, scratch.sheared, left, (inputs.right, block))
+
+    @pl.when(is_first_sequence)
+    def _():  # all sequences have the same tables
+        copy_slab(inputs.slab, scratch.slab)
+        tables = make_tables(t.pad > 0)
+        tables.fill(row_of(first), first_slots(t))
+        jax.lax.fori_loop(first + 1, end, lambda group, _: tables.fill(row_of(group), new_slots(t)), None)
+
     @pl.when(needed)
     def _():
-        copy_slab(inputs.slab, scratch.slab)
+        if not t.is_single:
+            copy_slab(inputs.slab, scratch.slab)
         visible = [step.visible(phase) for phase in phases]
         for head in range(t.num_heads):
             keys = [inputs.k[0, 0, head // heads_per_group, phase] for phase in phases]
@@ -553,8 +599,7 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
             ref[...] = jnp.ones(ref.shape, jnp.float32)
 
     def loop(in_first_tile: bool) -> None:
-        left = (inputs.left, scratch.left) if in_first_tile else None
-        tables = RowTables(step, scratch.slab, scratch.sheared, left)
+        tables = make_tables(in_first_tile)
         owned = [step.owned(phase) for phase in phases]
 
         def to_features(row: Any) -> list[Any]:
@@ -600,32 +645,34 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
                     store(t, scratch.scores, probs[f], row + r, f)
 
         row = row_of(first)
-        tables.store(row, first_slots(t), *tables.read(row, first_slots(t)))
+        slots = [] if t.is_single else new_slots(t)  # of the next group
+        if not t.is_single:
+            tables.fill(row, first_slots(t))
         if not t.num_channels:
 
             def plain_body(group, _):
                 row = row_of(group)
                 results = [to_probs(row, r) for r in UNITS]
-                entries = tables.read(row + GROUP_ROWS, new_slots(t))
+                entries = tables.read(row + GROUP_ROWS, slots)
                 store_probs(results, row)
-                tables.store(row + GROUP_ROWS, new_slots(t), *entries)
+                tables.store(row + GROUP_ROWS, slots, *entries)
                 return 0
 
             jax.lax.fori_loop(first, end, plain_body, 0)
             return
         store_features(to_features(row), row)
-        tables.store(row + GROUP_ROWS, new_slots(t), *tables.read(row + GROUP_ROWS, new_slots(t)))
+        tables.fill(row + GROUP_ROWS, slots)
 
         def body(group, _):
             row, before = row_of(group), row_of(group - 1)
             # All loads first and all stores last, so that the compiler can overlap the operations between them. Of
             # the orders that were tried, this one compiles to the fewest instruction bundles.
-            entries = tables.read(row + GROUP_ROWS, new_slots(t))
+            entries = tables.read(row + GROUP_ROWS, slots)
             results = [to_probs(before, r) for r in UNITS]
             hidden = to_features(row)
             store_features(hidden, row)
             store_probs(results, before)
-            tables.store(row + GROUP_ROWS, new_slots(t), *entries)
+            tables.store(row + GROUP_ROWS, slots, *entries)
             return 0
 
         jax.lax.fori_loop(first + 1, end, body, 0)
@@ -674,6 +721,62 @@ def left_blocks(t: Tiling, left_knee_PCT: Array, left_added_QHT: Array) -> LeftR
     return LeftRefs(tiling.to_left_blocks(t, knee), tiling.to_left_blocks(t, added))
 
 
+def right_edge(
+    t: Tiling, q_BTHK: Array, k_BSGK: Array, first: Array, operator: Operator
+) -> Float[Array, "B ..."] | None:
+    """Return what hidden columns beyond a single tile add to its last results, as `tiling.to_units`.
+
+    A tile of 512 columns has all scores of 512 keys, but the results of the last `ahead` rows read hidden columns from
+    512 on. These depend on the scores of few rows and columns, so XLA computes and differentiates their part.
+    """
+    if not t.num_right:
+        return None
+    size, columns, rows = t.phases * tiling.LANES, t.num_right, min(t.num_rows, t.ahead)
+    query_column_R = first + t.row_stride * jnp.arange(t.num_rows - rows, t.num_rows)
+    key_column_N = np.arange(size - t.pad, t.num_keys)
+    k_BNHK = jnp.repeat(k_BSGK[:, size - t.pad :], t.num_heads // t.num_groups, 2)
+    options = {"preferred_element_type": jnp.float32, "precision": full_precision(q_BTHK.dtype)}
+    scores_BRNH = jnp.einsum("BRHK,BNHK->BRNH", q_BTHK[:, -rows:], k_BNHK, **options) * t.head_dim**-0.5
+    distance_RN = query_column_R[:, None] - key_column_N[None]
+    visible_RN = (distance_RN >= 0) & (distance_RN < (t.window or t.num_keys))
+    scores_BRNH = jnp.where(visible_RN[None, ..., None], scores_BRNH, 0.0)
+
+    def product(x: Array, weight: Array) -> Array:
+        precision = full_precision(t.dtype)
+        return jnp.matmul(
+            x.astype(t.dtype), weight.astype(t.dtype), precision=precision, preferred_element_type=jnp.float32
+        )
+
+    # Hidden column size + m reads the scores m + w, of which those beyond the last key are 0.
+    padded = jnp.pad(scores_BRNH, ((0, 0), (0, 0), (0, columns + t.width - 1 - len(key_column_N)), (0, 0)))
+    x_BRMC = functools.reduce(
+        jnp.add, [product(padded[:, :, w : w + columns], operator.scores_WHC[w]) for w in range(t.width)]
+    )
+    # The needed distances are -ahead .. -1.
+    distance_RM = query_column_R[:, None] - (size + np.arange(columns))[None]
+    knees = [
+        jnp.where(distance_RM[..., None] == n - t.ahead, operator.knee_CN[:, n][None, None], 0.0)
+        for n in range(t.ahead)
+    ]
+    knee_1RMC = functools.reduce(jnp.add, knees)[None]
+    # The gradient of the knees is defined by `Operator`.
+    features, stop = x_BRMC + knee_1RMC / (1 - SLOPE), jax.lax.stop_gradient
+    slope = stop(jnp.where((1 - SLOPE) * x_BRMC + knee_1RMC > 0, 1.0, SLOPE))
+    hidden_BRMC = stop(leaky_relu_change(x_BRMC, knee_1RMC)) + slope * (features - stop(features))
+    # The result of column size - ahead + a reads hidden column size + m with the tap W - 1 - a + m.
+    results = [
+        functools.reduce(
+            jnp.add,
+            [
+                product(hidden_BRMC[:, :, m], operator.output_WCH[t.width - 1 - a + m])
+                for m in range(min(a + 1, columns))
+            ],
+        )
+        for a in range(t.ahead)
+    ]
+    return tiling.to_units(t, jnp.stack(results, 2))
+
+
 def lse_shapes(t: Tiling, batch: int) -> Heads:
     """Return the shapes of the log-sum-exp in HBM."""
 
@@ -684,9 +787,9 @@ def lse_shapes(t: Tiling, batch: int) -> Heads:
 
 
 def forward_pass(
-    t: Tiling, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, first: Array, operator: Operator
+    t: Tiling, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, first: Array, operator: Operator, right: Array | None
 ) -> tuple[Array, Heads]:
-    """Run the forward kernel.
+    """Run the forward kernel. `right` is the result of `right_edge`.
 
     Returns:
         The output [B, T, H, K], and the log-sum-exp; see `lse_shapes`.
@@ -708,6 +811,7 @@ def forward_pass(
             v=tiling.by_tiles(t, tiling.to_tiles(t, v_BSGK)),
             matrices=matrices_of(t, operator.scores_WHC, operator.output_WCH),
             left=jax.tree.map(by_block, left),
+            right=None if right is None else tiling.by_sequence(right),
             slab=tiling.slab_of(t, tiling.to_table(t, operator.knee_CN, operator.added_HN)),
         ),
         outputs=Outputs(

@@ -14,7 +14,8 @@ Scores of one sequence are computed by blocks of rows (all heads) and tiles of k
 **Grid.** Forward is (sequence, block, tile): the tiles of a block follow each other, and its running softmax stays in
 VMEM. Backward is (sequence, tile, block): the blocks of a tile follow each other, and the gradients of its keys and
 values stay in VMEM. A grid step is one block and one tile. Steps that no row needs do nothing, and their index maps
-return the blocks of a neighbouring step, so that the pipeline copies nothing for them.
+return the blocks of a neighbouring step, so that the pipeline copies nothing for them. If one tile has all keys, the
+forward grid is (half of the batch, block, sequence): sequences share the block's tables, which are sheared once.
 
 **Phases.** A tile has p = 4 phases of 128 columns: lane l of phase f is column 4 l + f. The neighbour of a column is
 in the same lane of the next phase, so that a tap of a convolution reads another register. Only taps that read beyond
@@ -31,6 +32,9 @@ With few keys, or a small VMEM, p is smaller.
 **Halo.** A result at column j reads hidden features at j - pad .. j + ahead, and these read scores at j - 2 pad ..
 j + 2 ahead. A tile owns the columns between its halos, and the next tile starts where they end. The backward pass has
 two more, transposed, convolutions, so its halo is twice as wide. Nothing is carried between tiles.
+
+A single tile of all keys (up to 512) has no halo: a tap beyond its first or last column reads 0. Only the last rows
+need more, hidden columns beyond the last score; see `forward.right_edge`.
 
 **Layout in VMEM.** A register has 8 sublanes x 128 lanes of float32; a line is the 128 lanes of one sublane. An octet
 is a register of 8 heads of one row. If 1 to 4 heads remain, those of two rows share a register, a quad; if 5 to 7
@@ -54,6 +58,7 @@ makes their probability 0.
         k, v and gradients        [B, tiles, G, p, K, 128], halos duplicated     [G, p, K, 128]
         convolution weights       [outputs, inputs] of a matmul                  all of it, loaded once
         distance tables           [p, padded channels + head lines, columns]     slab, then a copy for each row
+        right edge                [B, units, phases, registers, 8, 128]          of the sequence
         left corrections          [blocks, P, padded channels, 128]              [P, padded channels, 128]
                                   [blocks, 2 P, head lines, 128]                 [2 P, head lines, 128]
         log-sum-exp               [B, blocks, lines / 128, 128]
@@ -62,6 +67,7 @@ makes their probability 0.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -81,7 +87,6 @@ SUBLANES = 8  # sublanes of a register of 32-bit numbers
 GROUP_ROWS = 8  # rows of a loop iteration
 UNIT_ROWS = 2  # rows whose convolutions are computed together
 MASKED_SCORE = -1e30  # gives a probability of 0
-LEFT_BUFFERS = 4  # groups whose rolled corrections of the first columns are kept; three are in use
 PHASES = (4, 2, 1)  # phases of a tile; not more than all keys need
 
 # VMEM that one kernel may use on a core, by `device_kind`. Kernels are interpreted on a CPU.
@@ -127,12 +132,19 @@ class Tiling:
         return self.width - 1 - self.pad
 
     @property
+    def is_single(self) -> bool:
+        """Return whether one tile has all keys. It has no halo: zeros are left and right of it."""
+        return self.num_keys <= self.phases * LANES
+
+    @property
     def halo(self) -> tuple[int, int]:
         """Return the number of columns of a tile to the left and right of those it owns.
 
         Two convolutions read 2 pad columns to the left and 2 ahead to the right. Their transposes read the same number
         in the opposite direction. In the backward pass all phases of a lane are owned, or none.
         """
+        if self.is_single:
+            return 0, 0
         left, right = 2 * self.pad, 2 * self.ahead
         return (round_up(left + right, self.phases), left + right) if self.backward else (left, right)
 
@@ -144,7 +156,23 @@ class Tiling:
     @property
     def num_tiles(self) -> int:
         """Return the number of tiles. In the backward pass they cover hidden features, `ahead` columns beyond S."""
-        return pl.cdiv(self.num_keys + self.ahead * self.backward, self.owned_columns)
+        return 1 if self.is_single else pl.cdiv(self.num_keys + self.ahead * self.backward, self.owned_columns)
+
+    @property
+    def num_right(self) -> int:
+        """Return the number of hidden columns to the right of a single tile that its last results read."""
+        return max(self.num_keys + self.ahead - self.phases * LANES, 0) if self.is_single else 0
+
+    @property
+    def right_units(self) -> range:
+        """Return the units of rows whose results read these columns: those of the last `ahead` rows."""
+        first = max(self.num_rows - self.ahead, 0)
+        return range(first // UNIT_ROWS, pl.cdiv(self.num_rows, UNIT_ROWS) if self.num_right else 0)
+
+    @property
+    def right_phases(self) -> range:
+        """Return the phases of these results: of the last `ahead` columns."""
+        return range(max(self.phases - self.ahead, 0), self.phases)
 
     @property
     def num_blocks(self) -> int:
@@ -211,6 +239,11 @@ class Tiling:
         """Return the number of rolled copies of table entries for the rows of a block and of one more group."""
         rows = self.block_rows + GROUP_ROWS
         return self.phases + rows if self.row_stride == 1 else self.phases * rows
+
+    @property
+    def left_buffers(self) -> int:
+        """Return the number of groups whose rolled corrections of the first columns are kept; three are in use."""
+        return self.block_rows // GROUP_ROWS if self.is_single and not self.backward else 4
 
     @property
     def slab_columns(self) -> int:
@@ -401,7 +434,8 @@ def cost(t: Tiling, batch: int, itemsize: int) -> pl.CostEstimate:
         step_bytes = (3 * rows + 2 * columns) * itemsize + 2 * columns * 4 + 3 * slab
         num_bytes = steps * step_bytes + batch * t.num_tiles * 4 * tile
     else:
-        num_bytes = batch * t.num_blocks * (rows + columns) * itemsize + steps * (2 * tile + slab)
+        num_slabs = math.gcd(batch, 2) * t.num_blocks if t.is_single else steps
+        num_bytes = batch * t.num_blocks * (rows + columns) * itemsize + steps * 2 * tile + num_slabs * slab
     return pl.CostEstimate(flops=flops, transcendentals=convolved, bytes_accessed=num_bytes)
 
 
@@ -418,7 +452,7 @@ def vmem_bytes(t: Tiling, itemsize: int) -> int:
     sheared = t.slots * t.table_lines * LANES * 4
     hidden = 2 * GROUP_ROWS * t.padded_channels * LANES * t.dtype.itemsize  # one phase, two groups
     left = t.pad * (t.padded_channels + 2 * t.head_lines) * LANES * 4
-    rolled_left = LEFT_BUFFERS * GROUP_ROWS * left
+    rolled_left = t.left_buffers * GROUP_ROWS * left
     if t.backward:
         blocks = 2 * ((3 * rows + 2 * columns + 4 * tile) * itemsize + slab + 2 * left)
         scratch = 3 * t.phases * heads + 4 * columns + 2 * 4 * tile + 2 * slab + 2 * sheared + 2 * t.phases * hidden
@@ -454,7 +488,8 @@ def from_columns(t: Tiling, x: Array) -> Array:
 
 def to_tiles(t: Tiling, x_BSGK: Array) -> Array:
     """Split keys into overlapping tiles: [B, S, G, K] -> [B, tiles, G, p, K, 128], padded with zeros."""
-    size, missing = t.phases * LANES, t.num_tiles * t.owned_columns + t.phases * LANES - t.num_keys
+    size = t.phases * LANES
+    missing = (t.num_tiles - 1) * t.owned_columns + size - t.halo[0] - t.num_keys
     x = jnp.pad(x_BSGK, ((0, 0), (t.halo[0], missing), (0, 0), (0, 0)))
     tiles = jnp.stack([x[:, i * t.owned_columns :][:, :size] for i in range(t.num_tiles)], 1)
     batch, _, _, groups, dim = tiles.shape
@@ -479,15 +514,41 @@ def by_register(t: Tiling, x_HX: Array, fill: float = 0.0) -> Array:
 
 def to_table(t: Tiling, knee_CN: Array, added_HN: Array) -> Array:
     """Stack both tables for each remainder of the distance: [p, table lines, columns]; see `Step.table_position`."""
-    remainder, column = np.arange(t.phases)[:, None], np.arange(t.table_columns)[None]
-    distance = remainder + t.phases * (t.table_origin - column)
-    index = np.clip(distance + t.ahead, 0, t.num_keys + t.ahead - 1)
-    exists = (distance >= -t.ahead) & (distance < t.num_keys)
-    visible = exists & (distance >= 0) & (distance < (t.window or t.num_keys))
-    knee = jnp.where(exists, knee_CN[:, index], 0.0)
-    added = jnp.where(visible, added_HN[:, index], MASKED_SCORE)
-    knee = jnp.pad(knee, ((0, t.padded_channels - t.num_channels), (0, 0), (0, 0)))
-    return jnp.concatenate([knee, by_register(t, added)]).transpose(1, 0, 2)
+
+    def by_remainder(x_XN: Array, smallest: int, fill: float) -> Array:
+        """Arrange entries of consecutive distances, the first of which is `smallest`: [p, X, columns]."""
+        num_distances = x_XN.shape[1]
+        before = t.phases * (t.table_origin + 1) - smallest - num_distances
+        after = t.phases * t.table_columns - before - num_distances
+        x = jnp.pad(x_XN[:, ::-1], ((0, 0), (before, after)), constant_values=fill)
+        return x.reshape(-1, t.table_columns, t.phases)[..., ::-1].transpose(2, 0, 1)
+
+    knee = jnp.pad(knee_CN, ((0, t.padded_channels - t.num_channels), (0, 0)))
+    visible = added_HN[:, t.ahead :][:, : t.window or t.num_keys]
+    parts = by_remainder(knee, -t.ahead, 0.0), by_remainder(by_register(t, visible), 0, MASKED_SCORE)
+    return jnp.concatenate(parts, 1)
+
+
+def to_units(t: Tiling, x_BRAH: Array) -> Array:
+    """Arrange results of the last rows and columns as registers of units, with zeros elsewhere.
+
+    [B, last rows, last columns, H] -> [B, units, phases, registers, 8, 128]; see `Tiling.right_units`.
+    """
+    batch, rows, columns, _ = x_BRAH.shape
+    units, octets, quads = t.right_units, t.octets, t.quads
+    before = t.num_rows - rows - UNIT_ROWS * units.start
+    after = UNIT_ROWS * len(units) - before - rows
+    missing_heads = SUBLANES * octets + 4 * quads - t.num_heads
+    x = jnp.pad(x_BRAH, ((0, 0), (before, after), (0, 0), (0, missing_heads)))
+    x = x.reshape(batch, len(units), UNIT_ROWS, columns, -1).swapaxes(2, 3)
+    of_octets = x[..., : SUBLANES * octets].reshape(*x.shape[:4], octets, SUBLANES).swapaxes(3, 4)
+    parts = [of_octets.reshape(*x.shape[:3], UNIT_ROWS * octets, SUBLANES)]
+    if quads:
+        parts.append(x[..., SUBLANES * octets :].reshape(*x.shape[:3], 1, SUBLANES))
+    x = jnp.concatenate(parts, 3)  # [B, units, columns, registers, 8]
+    column = t.phases * np.arange(LANES) + np.array(t.right_phases)[:, None] - (t.phases * LANES - columns)
+    of_columns = [jnp.where((column == i)[:, None, None], x[:, :, None, i, ..., None], 0.0) for i in range(columns)]
+    return functools.reduce(jnp.add, of_columns)
 
 
 def to_left_blocks(t: Tiling, left_PXT: Array) -> Array:
@@ -606,6 +667,12 @@ def by_lanes(t: Tiling, array: Any) -> Blocked:
     return Blocked(array, pl.BlockSpec((1, 1, *array.shape[2:]), lambda b, *step: (b, t.block_of(*step), 0, 0)))
 
 
+def by_sequence(array: Any) -> Blocked:
+    """Make block specs for an array with a block for each sequence, [B, ...]."""
+    block = 1, *array.shape[1:]
+    return Blocked(array, pl.BlockSpec(block, lambda b, *_: (b, *(0,) * (len(block) - 1))))
+
+
 def whole(t: Tiling, array: Any) -> Blocked:
     """Copy an array to VMEM once and keep it there."""
     once = {} if t.interpret else {"pipeline_mode": pl.Buffered(1)}
@@ -637,6 +704,14 @@ def scratch_of(*shape: int) -> Any:
     return pltpu.VMEM(shape, jnp.float32)
 
 
+def _by_block_and_sequence(sequences: int, spec: pl.BlockSpec) -> pl.BlockSpec:
+    """Convert the index map of a block spec from the grid (sequence, block, tile) to (part, block, sequence)."""
+    index = spec.index_map
+    if index is None:
+        return spec
+    return dataclasses.replace(spec, index_map=lambda part, block, b, ref: index(part * sequences + b, block, 0, ref))
+
+
 def call(
     t: Tiling, kernel: Callable[..., None], *, first: Array, inputs: Any, outputs: Any, scratch: Any, **options: Any
 ) -> Any:
@@ -646,6 +721,9 @@ def call(
     refs. Index maps depend on `first`, the column of row 0, which is prefetched to SMEM. `options` are passed to
     `pl.pallas_call`.
     """
+
+    def is_spec(x: Any) -> bool:
+        return isinstance(x, pl.BlockSpec)
 
     def split(tree: Any) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, Blocked))
@@ -662,6 +740,12 @@ def call(
     semantics = ("parallel", "arbitrary" if t.backward else "parallel", "arbitrary")
     batch = arrays.q.shape[0]
     grid = (batch, t.num_tiles, t.num_blocks) if t.backward else (batch, t.num_blocks, t.num_tiles)
+    if t.is_single and not t.backward:  # the sequences of a block share its tables; each core takes half of them
+        halves = math.gcd(batch, 2)
+        grid, semantics = (halves, t.num_blocks, batch // halves), ("parallel", "arbitrary", "arbitrary")
+        in_specs, out_specs = jax.tree.map(
+            functools.partial(_by_block_and_sequence, batch // halves), (in_specs, out_specs), is_leaf=is_spec
+        )
     return pl.pallas_call(
         functools.partial(kernel, t=t),
         grid_spec=pltpu.PrefetchScalarGridSpec(
