@@ -27,6 +27,7 @@ one sequence takes twice the given time.
 
 import dataclasses
 import itertools
+import math
 import os
 import re
 import tempfile
@@ -188,6 +189,8 @@ def describe_kernel(t: tpu.Tiling, batch: int) -> dict[str, Any]:
     begin, end = t.steps.groups(np)
     in_first_tile = t.steps.key_column == -t.halo[0]
     iterations = end - begin - bool(t.num_channels)  # iterations of the loop over groups
+    shares_tables = t.is_single and not t.backward  # prepared by the first sequence of each half of the batch
+    tables = {"tables": (end - begin).tolist() * math.gcd(batch, 2)} if shares_tables else {}
     return {
         "name": "dape_backward" if t.backward else "dape_forward",
         "bytes": cost.bytes_accessed,
@@ -201,7 +204,8 @@ def describe_kernel(t: tpu.Tiling, batch: int) -> dict[str, Any]:
             "groups": batch * int((end - begin).sum()),
             "iterations": batch * int(iterations.sum()),
             "first_tile_iterations": batch * int(iterations[in_first_tile].sum()),
-        },
+        }
+        | tables,
     }
 
 
@@ -232,14 +236,22 @@ def read_regions(listing: str) -> list[Region]:
     return [region for region in regions if region.num_bundles]
 
 
-def count_bundles(regions: list[Region], runs: dict[str, int]) -> int:
+def count_bundles(regions: list[Region], runs: dict[str, Any]) -> int:
     """Return the number of bundles that a kernel issues.
 
     If there are two loops over groups, the first runs in the first tile and the second in the others; a kernel without
     corrections of the first columns has one loop. With convolutions, regions with matmuls next to a loop are its
-    prologue and epilogue. Other regions with matmuls run once per step, and regions without once per outer step.
+    prologue and epilogue. Other regions with matmuls run once per step, and regions without once per outer step. If
+    `tables` has the numbers of groups whose tables are prepared, once for all sequences, the longest loop without
+    matmuls prepares all groups but the first, and the longest region before it the first.
     """
-    once_per_outer_step = runs["outer_steps"] * sum(region.num_bundles for region in regions if not region.computes)
+    others = [region for region in regions if not region.computes]
+    once_per_outer_step = runs["outer_steps"] * sum(region.num_bundles for region in others)
+    if "tables" in runs:
+        loop = max((region for region in others if region.depth > 1), key=lambda region: region.num_bundles)
+        before = max(region.num_bundles for region in others[: others.index(loop)])
+        once_per_outer_step += before * (len(runs["tables"]) - runs["outer_steps"])
+        once_per_outer_step += loop.num_bundles * (sum(runs["tables"]) - len(runs["tables"]) - runs["outer_steps"])
     if "groups" not in runs:  # a kernel without a loop over groups
         return once_per_outer_step + runs["steps"] * sum(region.num_bundles for region in regions if region.computes)
     loops = [i for i, region in enumerate(regions) if region.depth > 1 and region.computes]

@@ -757,3 +757,6 @@ def test_a_schedule_is_read_from_a_listing():
     assert benchmark.count_bundles(regions, runs) == per_step + 4 * (4 + 4) + 6 * (3 + 3) + 30 * 7 + 70 * 6
     one_loop = regions[:2] + regions[5:]
     assert benchmark.count_bundles(one_loop, runs) == per_step + 10 * (3 + 3) + 100 * 6
+    prepared = [benchmark.Region(1, 9, False), benchmark.Region(2, 5, False), *one_loop]
+    total = benchmark.count_bundles(one_loop, runs) + 2 * 9 + (15 + 7) * 5
+    assert benchmark.count_bundles(prepared, runs | {"tables": [16, 8]}) == total
