@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from dape_jax.kernels.tables import Operator, convolution_sizes
 from dape_jax.kernels.tpu.backward import backward_pass
-from dape_jax.kernels.tpu.forward import forward_pass, right_edge
+from dape_jax.kernels.tpu.forward import forward_pass
 from dape_jax.kernels.tpu.tiling import BLOCKS, LANES, PHASES, Tiling, cost, tilings
 from dape_jax.model.processors import DapeConfig
 
@@ -40,10 +40,7 @@ def attend(
     """
     sizes = operator.width, operator.pad, operator.knee_CN.shape[0]
     options = {"dtype": dtype, "row_stride": row_stride, "window": window, "interpret": interpret}
-    forward, backward = tilings(q_BTHK, k_BSGK, sizes, **options)
-    assert forward.phases >= backward.phases  # or the backward pass could need a right edge that the forward pass lacks
-    right = right_edge(forward, q_BTHK, k_BSGK, first, operator)
-    return _attend(forward, backward, q_BTHK, k_BSGK, v_BSGK, first, operator, right)
+    return _attend(*tilings(q_BTHK, k_BSGK, sizes, **options), q_BTHK, k_BSGK, v_BSGK, first, operator)
 
 
 def why_not(
@@ -65,20 +62,20 @@ def why_not(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(forward_tiling, backward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator, right):
-    return _attend_forward(forward_tiling, backward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator, right)[0]
+def _attend(forward_tiling, backward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator):
+    return _attend_forward(forward_tiling, backward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator)[0]
 
 
-def _attend_forward(forward_tiling, backward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator, right):
+def _attend_forward(forward_tiling, backward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator):
     del backward_tiling
-    out_BTHK, lse = forward_pass(forward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator, right)
-    return out_BTHK, (q_BTHK, k_BSGK, v_BSGK, first, operator, right, out_BTHK, lse)
+    out_BTHK, lse = forward_pass(forward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator)
+    return out_BTHK, (q_BTHK, k_BSGK, v_BSGK, first, operator, out_BTHK, lse)
 
 
 def _attend_backward(forward_tiling, backward_tiling, saved, dout_BTHK):
     *inputs, out_BTHK, lse = saved
     gradients = backward_pass(forward_tiling, backward_tiling, *inputs, out_BTHK, lse, dout_BTHK)
-    return *gradients[:3], np.zeros((), jax.dtypes.float0), *gradients[3:]
+    return *gradients[:3], np.zeros((), jax.dtypes.float0), gradients[3]
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -51,6 +51,8 @@ from dape_jax.kernels.tpu.forward import (
     hidden_features,
     is_upper,
     join,
+    last_keys,
+    last_rows,
     left_blocks,
     left_scratch,
     load_unit,
@@ -62,6 +64,7 @@ from dape_jax.kernels.tpu.forward import (
     packed_scratch,
     pairs_of,
     registers_of,
+    right_edge,
     right_unit,
     roll,
     row_of,
@@ -528,12 +531,11 @@ def backward_pass(
     v_BSGK: Array,
     first: Array,
     operator: Operator,
-    right: Array | None,
     out_BTHK: Array,
     lse: Heads,
     dout_BTHK: Array,
-) -> tuple[Array, Array, Array, Operator, Array | None]:
-    """Run the backward kernel; return the gradients of q, k, v, the operator and `forward.right_edge`.
+) -> tuple[Array, Array, Array, Operator]:
+    """Run the backward kernel; return the gradients of q, k, v and the operator.
 
     `forward` is the tiling of the forward pass, which returned `out_BTHK` and `lse`.
     """
@@ -542,6 +544,11 @@ def backward_pass(
     table, table_vjp = jax.vjp(functools.partial(tiling.to_table, t), operator.knee_CN, operator.added_HN)
     left, left_vjp = jax.vjp(functools.partial(left_blocks, t), operator.left_knee_PCT, operator.left_added_QHT)
     lse = lay_out_lse(forward, t, lse)
+    q, k = tiling.to_blocks(t, q_BTHK), tiling.to_tiles(t, k_BSGK)
+    right = right_vjp = None
+    if t.num_right:
+        edges = last_rows(t, q), last_keys(t, k), operator
+        right, right_vjp = jax.vjp(functools.partial(right_edge, t, first), *edges)
 
     def float32(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch, *shape), jnp.float32)
@@ -563,9 +570,9 @@ def backward_pass(
     dq, dtable = float32(t.num_blocks, *t.column_shape), float32(*table.shape)
     dtiles = jax.ShapeDtypeStruct((batch, t.num_tiles, t.num_groups, t.phases, K, LANES), q_BTHK.dtype)
     inputs = Inputs(
-        q=tiling.by_rows(t, tiling.to_blocks(t, q_BTHK)),
+        q=tiling.by_rows(t, q),
         q_columns=tiling.by_columns(t, tiling.to_columns(t, q_BTHK)),
-        k=tiling.by_tiles(t, tiling.to_tiles(t, k_BSGK)),
+        k=tiling.by_tiles(t, k),
         v=tiling.by_tiles(t, tiling.to_tiles(t, v_BSGK)),
         out=tiling.by_rows(t, tiling.to_blocks(t, out_BTHK)),
         dout=tiling.by_rows(t, tiling.to_blocks(t, dout_BTHK)),
@@ -614,8 +621,15 @@ def backward_pass(
     gradients = tiling.call(
         t, backward_kernel, first=first, inputs=inputs, outputs=outputs, scratch=scratch, input_output_aliases=aliases
     )
-    dq_BTHK = (tiling.from_columns(t, gradients.dq) * K**-0.5).astype(q_BTHK.dtype)
-    dk_BSGK, dv_BSGK = (tiling.from_tiles(t, x).astype(k_BSGK.dtype) for x in (gradients.dk, gradients.dv))
+    dq, dk, dright = gradients.dq, gradients.dk, None
+    if right_vjp is not None:
+        dq_BHRK, dk_BNGK, dright = right_vjp(gradients.dright)
+        dq = tiling.add_to_columns(t, dq, t.right_rows, dq_BHRK.astype(jnp.float32) * K**0.5)
+        for i, column in enumerate(range(t.num_keys - dk_BNGK.shape[1], t.num_keys)):
+            update = dk_BNGK[:, i, None, :, None, :, None]
+            dk = tiling.add_at(dk, update, 0, 0, 0, column % t.phases, 0, column // t.phases)
+    dq_BTHK = (tiling.from_columns(t, dq) * K**-0.5).astype(q_BTHK.dtype)
+    dk_BSGK, dv_BSGK = (tiling.from_tiles(t, x).astype(k_BSGK.dtype) for x in (dk, gradients.dv))
 
     def of_kernel(dmatrix: Array, kernel_WHC: Array) -> Array:
         """Return the gradient of a kernel from that of its matrix, [lines of a window, 2 n C], C in packed order."""
@@ -629,4 +643,6 @@ def backward_pass(
     dknee_CN, dadded_HN = table_vjp(gradients.dtable.sum(0))
     dleft = left_vjp(jax.tree.map(lambda x: x.sum(0), gradients.dleft))
     doperator = Operator(dscores_WHC, doutput_WCH, dknee_CN, dadded_HN, *dleft)
-    return dq_BTHK, dk_BSGK, dv_BSGK, doperator, gradients.dright
+    if dright is not None:
+        doperator = jax.tree.map(jnp.add, doperator, dright)
+    return dq_BTHK, dk_BSGK, dv_BSGK, doperator

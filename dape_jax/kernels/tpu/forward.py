@@ -721,22 +721,31 @@ def left_blocks(t: Tiling, left_knee_PCT: Array, left_added_QHT: Array) -> LeftR
     return LeftRefs(tiling.to_left_blocks(t, knee), tiling.to_left_blocks(t, added))
 
 
-def right_edge(
-    t: Tiling, q_BTHK: Array, k_BSGK: Array, first: Array, operator: Operator
-) -> Float[Array, "B ..."] | None:
+def last_rows(t: Tiling, blocks: Array) -> Float[Array, "B H R K"]:
+    """Return the rows that `right_edge` reads, from `tiling.to_blocks`."""
+    return blocks[:, :, t.right_rows.start : t.right_rows.stop]
+
+
+def last_keys(t: Tiling, tiles: Array) -> Float[Array, "B N G K"]:
+    """Return the keys that `right_edge` reads, from `tiling.to_tiles`: slices of these cost less than of all keys."""
+    columns = range(t.phases * LANES - t.pad, t.num_keys)
+    return jnp.stack([tiles[:, 0, :, column % t.phases, :, column // t.phases] for column in columns], 1)
+
+
+def right_edge(t: Tiling, first: Array, q_BHRK: Array, k_BNGK: Array, operator: Operator) -> Float[Array, "B ..."]:
     """Return what hidden columns beyond a single tile add to its last results, as `tiling.to_units`.
 
     A tile of 512 columns has all scores of 512 keys, but the results of the last `ahead` rows read hidden columns from
     512 on. These depend on the scores of few rows and columns, so XLA computes and differentiates their part.
+
+    `q_BHRK` are the last rows, see `Tiling.right_rows`; `k_BNGK` are the `last_keys`.
     """
-    if not t.num_right:
-        return None
-    size, columns, rows = t.phases * tiling.LANES, t.num_right, min(t.num_rows, t.ahead)
-    query_column_R = first + t.row_stride * jnp.arange(t.num_rows - rows, t.num_rows)
+    size, columns = t.phases * LANES, t.num_right
+    query_column_R = first + t.row_stride * jnp.array(np.array(t.right_rows))
     key_column_N = np.arange(size - t.pad, t.num_keys)
-    k_BNHK = jnp.repeat(k_BSGK[:, size - t.pad :], t.num_heads // t.num_groups, 2)
-    options = {"preferred_element_type": jnp.float32, "precision": full_precision(q_BTHK.dtype)}
-    scores_BRNH = jnp.einsum("BRHK,BNHK->BRNH", q_BTHK[:, -rows:], k_BNHK, **options) * t.head_dim**-0.5
+    k_BNHK = jnp.repeat(k_BNGK, t.num_heads // t.num_groups, 2)
+    options = {"preferred_element_type": jnp.float32, "precision": full_precision(q_BHRK.dtype)}
+    scores_BRNH = jnp.einsum("BHRK,BNHK->BRNH", q_BHRK, k_BNHK, **options) * t.head_dim**-0.5
     distance_RN = query_column_R[:, None] - key_column_N[None]
     visible_RN = (distance_RN >= 0) & (distance_RN < (t.window or t.num_keys))
     scores_BRNH = jnp.where(visible_RN[None, ..., None], scores_BRNH, 0.0)
@@ -787,9 +796,9 @@ def lse_shapes(t: Tiling, batch: int) -> Heads:
 
 
 def forward_pass(
-    t: Tiling, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, first: Array, operator: Operator, right: Array | None
+    t: Tiling, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, first: Array, operator: Operator
 ) -> tuple[Array, Heads]:
-    """Run the forward kernel. `right` is the result of `right_edge`.
+    """Run the forward kernel.
 
     Returns:
         The output [B, T, H, K], and the log-sum-exp; see `lse_shapes`.
@@ -797,6 +806,8 @@ def forward_pass(
     batch = q_BTHK.shape[0]
     left = left_blocks(t, operator.left_knee_PCT, operator.left_added_QHT)
     out = jax.ShapeDtypeStruct((batch, t.num_blocks, *t.column_shape), q_BTHK.dtype)
+    q, k = tiling.to_blocks(t, q_BTHK), tiling.to_tiles(t, k_BSGK)
+    right = right_edge(t, first, last_rows(t, q), last_keys(t, k), operator) if t.num_right else None
 
     def by_block(x: Array) -> tiling.Blocked:
         return tiling.Blocked(x, pl.BlockSpec((1, *x.shape[1:]), lambda b, i, *_: (i, 0, 0, 0)))
@@ -806,8 +817,8 @@ def forward_pass(
         forward_kernel,
         first=first,
         inputs=Inputs(
-            q=tiling.by_rows(t, tiling.to_blocks(t, q_BTHK)),
-            k=tiling.by_tiles(t, tiling.to_tiles(t, k_BSGK)),
+            q=tiling.by_rows(t, q),
+            k=tiling.by_tiles(t, k),
             v=tiling.by_tiles(t, tiling.to_tiles(t, v_BSGK)),
             matrices=matrices_of(t, operator.scores_WHC, operator.output_WCH),
             left=jax.tree.map(by_block, left),

@@ -164,10 +164,14 @@ class Tiling:
         return max(self.num_keys + self.ahead - self.phases * LANES, 0) if self.is_single else 0
 
     @property
+    def right_rows(self) -> range:
+        """Return the rows whose results read these columns: the last `ahead` rows."""
+        return range(max(self.num_rows - self.ahead, 0), self.num_rows if self.num_right else 0)
+
+    @property
     def right_units(self) -> range:
-        """Return the units of rows whose results read these columns: those of the last `ahead` rows."""
-        first = max(self.num_rows - self.ahead, 0)
-        return range(first // UNIT_ROWS, pl.cdiv(self.num_rows, UNIT_ROWS) if self.num_right else 0)
+        """Return the units of these rows."""
+        return range(self.right_rows.start // UNIT_ROWS, pl.cdiv(self.right_rows.stop, UNIT_ROWS))
 
     @property
     def right_phases(self) -> range:
@@ -494,6 +498,24 @@ def to_tiles(t: Tiling, x_BSGK: Array) -> Array:
     tiles = jnp.stack([x[:, i * t.owned_columns :][:, :size] for i in range(t.num_tiles)], 1)
     batch, _, _, groups, dim = tiles.shape
     return tiles.reshape(batch, t.num_tiles, LANES, t.phases, groups, dim).transpose(0, 1, 4, 3, 5, 2)
+
+
+def add_at(x: Array, update: Array, *start: int) -> Array:
+    """Add an update to a slice of an array, in place if the array is not used again."""
+    stop = [begin + size for begin, size in zip(start, update.shape, strict=True)]
+    return jax.lax.dynamic_update_slice(x, jax.lax.slice(x, start, stop) + update.astype(x.dtype), start)
+
+
+def add_to_columns(t: Tiling, x: Array, rows: range, x_BHRK: Array) -> Array:
+    """Add some rows to the result of a kernel as `to_columns`."""
+    m = t.heads_per_line
+    x_BHRK = jnp.pad(x_BHRK, ((0, 0), (0, -t.num_heads % m), (0, 0), (0, 0)))
+    for i, row in enumerate(rows):
+        for of_line in range(m):
+            update = x_BHRK[:, None, of_line::m, i, :, None]
+            lane = of_line * t.block_rows + row % t.block_rows
+            x = add_at(x, update, 0, row // t.block_rows, 0, 0, lane)
+    return x
 
 
 def from_tiles(t: Tiling, x: Array) -> Array:
