@@ -759,7 +759,7 @@ def call(
     # The default interpreter is faster, but does not work inside a shard_map.
     interpret = pltpu.InterpretParams() if t.interpret is True and axes.varying else t.interpret
     # Sequences are independent. So are blocks of rows in the forward pass; the backward pass sums over them.
-    semantics = ("parallel", "arbitrary" if t.backward else "parallel", "arbitrary")
+    semantics: Any = ("parallel", "arbitrary" if t.backward else "parallel", "arbitrary")
     batch = arrays.q.shape[0]
     grid = (batch, t.num_tiles, t.num_blocks) if t.backward else (batch, t.num_blocks, t.num_tiles)
     if t.is_single and not t.backward:  # the sequences of a block share its tables; each core takes half of them
