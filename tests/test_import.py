@@ -504,7 +504,7 @@ def test_a_model_of_the_hub_is_downloaded_or_the_line_says_how(tmp_path, monkeyp
         find_source("offline/a")
     assert asked == [("Qwen/Qwen3-0.6B", True, False), ("offline/a", True, False)]
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(InputError, match=r"hf download a/b --local-dir=DIRECTORY \(pip install 'dape_jax\[hf\]'"):
+    with pytest.raises(InputError, match=r"hf download a/b --local-dir=DIRECTORY \(pip install 'accelerate"):
         find_source("a/b")
     for local in (str(tmp_path), "a", "a/b/c", "../a"):
         assert find_source(local) == Path(local)

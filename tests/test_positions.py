@@ -54,8 +54,8 @@ def test_kerple_is_its_formula_and_holds_its_parameters():
         assert np.all(np.asarray(grads) != 0)
 
 
-def test_rotation_and_its_gradient_are_products_with_the_matrix():
-    """Values are exact, also of bfloat16 and with dims that are not rotated or scaled; so is the gradient."""
+def test_rotation_and_its_derivatives_are_products_with_the_matrix():
+    """Values are exact, also of bfloat16 and with dims that are not rotated or scaled; so are gradient and tangent."""
     pos, rope = jnp.arange(5) * 7, Yarn(factor=4.0, fraction=0.5)
     angle_T1m = (pos[:, None] * jnp.asarray(rope.frequencies(8), jnp.float32)[None])[:, None]
     cos, sin = (np.float32(rope.scale) * np.asarray(f(angle_T1m)) for f in (jnp.cos, jnp.sin))
@@ -70,6 +70,8 @@ def test_rotation_and_its_gradient_are_products_with_the_matrix():
         np.testing.assert_allclose(y_BTHK.astype(np.float32), formula(x, sin).astype(np.float32), rtol=1e-6, atol=1e-6)
         found = pullback(weight)[0].astype(np.float32)
         np.testing.assert_allclose(found, formula(weight, -sin).astype(np.float32), rtol=1e-6, atol=1e-6)
+        tangent = jax.jvp(lambda x: rope(x, pos), (x,), (weight,))[1].astype(np.float32)
+        np.testing.assert_allclose(tangent, formula(weight, sin).astype(np.float32), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ROTARY)

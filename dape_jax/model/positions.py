@@ -14,10 +14,11 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dape_jax.errors import positive, require
-from dape_jax.sharding import full_precision, vary_alike
+from dape_jax.sharding import full_precision
 
 Heads = Float[Array, "B T H K"]
 RowPositions = Int[Array, "T"] | Int[Array, "B T"]
@@ -97,28 +98,35 @@ class Rope:
         angle = jnp.multiply.outer(pos.astype(dtype), jnp.asarray(frequencies_K, dtype))
         angle_BT1K = angle.reshape(-1, pos.shape[-1], 1, head_dim)  # one row for all sequences if pos is [T]
         cos, sin = (scale_111K * function(angle_BT1K) for function in (jnp.cos, jnp.sin))
-        return _rotated(*vary_alike(x_BTHK, cos, sin), num_rotated)
+        return _rotated(x_BTHK, cos, sin, num_rotated)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _rotated(x_BTHK: Heads, cos: RowAngles, sin: RowAngles, num_rotated: int) -> Heads:
-    """Return cos x + sin (-b, a, 0), with a and b the halves of the first dims of a head's vector.
-
-    (-b, a, 0) is an exact matmul, of entries 0, 1 and -1: TPUs move parts of a vector slowly. The gradient is the
-    rotation in the opposite direction; JAX's own, a matmul of rounded products, is less exact and slower.
-    """
-    half, others = num_rotated // 2, (0, x_BTHK.shape[-1] - num_rotated)
-    turn_KK = np.pad(np.eye(num_rotated, k=half) - np.eye(num_rotated, k=-half), others)
-    options = {"precision": full_precision(x_BTHK.dtype), "preferred_element_type": cos.dtype}
-    turned_BTHK = jnp.einsum("BTHK,KJ->BTHJ", x_BTHK, jnp.asarray(turn_KK, x_BTHK.dtype), **options)
+    """Return cos x + sin (-b, a, 0), with a and b the halves of the first dims of a head's vector."""
+    turned_BTHK = _turned(x_BTHK, num_rotated, full_precision(x_BTHK.dtype), cos.dtype)
     return (x_BTHK * cos + turned_BTHK * sin).astype(x_BTHK.dtype)
 
 
-_rotated.defvjp(
-    lambda x_BTHK, cos, sin, num_rotated: (_rotated(x_BTHK, cos, sin, num_rotated), (cos, sin)),
-    # cos and sin have no gradient: positions are integers.
-    lambda num_rotated, saved, dout_BTHK: (_rotated(dout_BTHK, saved[0], -saved[1], num_rotated), None, None),
-)
+@_rotated.defjvp
+def _rotated_jvp(num_rotated, primals, tangents):
+    """The gradient multiplies by sin after its matmul, as the function does: faster than JAX's own, and more exact.
+
+    That is the transpose of a tangent that multiplies before; the halves of sin are equal. cos and sin have no
+    tangents: positions are integers.
+    """
+    (x_BTHK, cos, sin), (tangent_BTHK, *_) = primals, tangents
+    dx_BTHK = tangent_BTHK.astype(cos.dtype)  # once, so that its gradient is rounded once
+    turned_BTHK = _turned(dx_BTHK * sin, num_rotated, full_precision(x_BTHK.dtype), cos.dtype)
+    return _rotated(x_BTHK, cos, sin, num_rotated), (dx_BTHK * cos + turned_BTHK).astype(x_BTHK.dtype)
+
+
+def _turned(x_BTHK: Heads, num_rotated: int, precision: jax.lax.Precision | None, dtype: DTypeLike) -> Heads:
+    """Return (-b, a, 0) as an exact matmul, of entries 0, 1 and -1: TPUs move parts of a vector slowly."""
+    half, others = num_rotated // 2, (0, x_BTHK.shape[-1] - num_rotated)
+    turn_KK = np.pad(np.eye(num_rotated, k=half) - np.eye(num_rotated, k=-half), others)
+    options = {"precision": precision, "preferred_element_type": dtype}
+    return jnp.einsum("BTHK,KJ->BTHJ", x_BTHK, jnp.asarray(turn_KK, x_BTHK.dtype), **options)
 
 
 @dataclasses.dataclass(frozen=True)
