@@ -131,8 +131,8 @@ def implementations(block_size: int | None, num_buckets: int | None) -> dict[str
     """Return every implementation by name; arguments that are None have the platform's values."""
     auto = Auto(block_size, num_buckets)
     blockwise = auto.blockwise(device_platform())
-    known = {"auto": auto, "dense": Dense(), "blockwise": blockwise, "fused": Fused(), "cuda": Cuda()}
-    return known | {PLAIN_AUTO: auto}
+    others = {"dense": Dense(), "blockwise": blockwise, "fused": Fused(), "cuda": Cuda()}
+    return {"auto": auto, PLAIN_AUTO: auto, **others}
 
 
 def plain_attention(*qkv: jax.Array, **_: None) -> jax.Array:

@@ -73,9 +73,11 @@ def _attend_forward(forward_tiling, backward_tiling, q_BTHK, k_BSGK, v_BSGK, fir
 
 
 def _attend_backward(forward_tiling, backward_tiling, saved, dout_BTHK):
-    *inputs, out_BTHK, lse = saved
-    gradients = backward_pass(forward_tiling, backward_tiling, *inputs, out_BTHK, lse, dout_BTHK)
-    return *gradients[:3], np.zeros((), jax.dtypes.float0), gradients[3]
+    q_BTHK, k_BSGK, v_BSGK, first, operator, out_BTHK, lse = saved
+    dq_BTHK, dk_BSGK, dv_BSGK, doperator = backward_pass(
+        forward_tiling, backward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator, out_BTHK, lse, dout_BTHK
+    )
+    return dq_BTHK, dk_BSGK, dv_BSGK, np.zeros((), jax.dtypes.float0), doperator
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
