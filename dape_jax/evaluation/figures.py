@@ -37,12 +37,12 @@ def perplexity_table(results: Results) -> Table:
     caption = (
         f"Perplexity {scored}, trained at {_train_lengths(results)} tokens. "
         f"{_sample(lengths[-1])}, {lengths[-1]['num_tokens']:,} scored tokens{fewer and f' ({fewer})'}; "
-        "95 % bootstrap intervals over documents."
+        f"95 % bootstrap intervals over {_units(lengths[-1])}."
     )
     seeds = [len(run["runs"]) if "runs" in run else 1 for run in results]
     differences = [run for run in results if "differences" in run]
     if max(seeds) > 1:
-        caption += " Over several seeds: exp(mean loss), with the interval over documents and seeds."
+        caption += " Over several seeds: exp(mean loss), with the interval over these and seeds."
     if differences:
         base = differences[0]["baseline"]
         caption += f" Differences: loss minus that of {base} on the same windows, in nats per token."
@@ -82,7 +82,7 @@ def delta_table(results: Results) -> Table:
         f"P(N): perplexity of the last {train_length} tokens, the train length, given all N; local: given "
         "only those tokens; ΔP = local - P(N), positive where the context helps. "
         f"{_sample(longest)}, {longest['num_tokens']:,} scored tokens, the same at every N; "
-        "95 % bootstrap intervals of the difference over documents."
+        f"95 % bootstrap intervals of the difference over {_units(longest)}."
     )
     rows = [["", *(run["name"] for run in results)]]
     for deltas in zip(*(run["deltas"] for run in results), strict=True):
@@ -138,7 +138,12 @@ def _train_lengths(results: Results) -> str:
 
 
 def _sample(result: dict[str, Any]) -> str:
-    return f"{result['num_windows']} sequences from {result['num_documents']} documents"
+    number = result["num_documents"]
+    return f"{result['num_windows']} sequences from {number} document{'s' * (number > 1)}"
+
+
+def _units(result: dict[str, Any]) -> str:
+    return "documents" if result["num_documents"] > 1 else "sequences, which are not independent"
 
 
 def plot_by_length(axes: Axes, results: Results, name: str, field: str, ylabel: str) -> None:

@@ -1,8 +1,8 @@
 """Statistics of scored windows: perplexity by length, gain from context, loss by position, with bootstrap intervals.
 
 In: the nll of windows, and the document that each window comes from. Out: results as JSON values, which `report.py`
-writes. "low" and "high" are the ends of a 95 % bootstrap interval over documents, or None with fewer than two
-documents. The perplexity of a model that diverged is infinite where exp(loss) is too large for a float; a result
+writes. "low" and "high" are the ends of a 95 % bootstrap interval over documents, or over the windows of a single
+document; None with a single window. The perplexity of a model that diverged is infinite where exp(loss) is too large for a float; a result
 that depends on a NaN, or on a difference of two infinities, is NaN. Next: `perplexity.py`.
 """
 
@@ -50,9 +50,10 @@ def mean_over_seeds(
 
 
 def _bootstrap(documents: Documents, sums: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray]) -> Any:
-    """Return scipy's result of a bootstrap over documents, or None with fewer than two.
+    """Return scipy's result of a bootstrap over documents, or None with a single window.
 
-    Whole documents are drawn, because the windows of a document are not independent. All sums are taken of the same
+    Whole documents are drawn, because the windows of a document are not independent; of a single document, windows are
+    drawn, for lack of better units. All sums are taken of the same
     draw, so that paired values stay paired.
 
     Args:
@@ -61,7 +62,9 @@ def _bootstrap(documents: Documents, sums: tuple[np.ndarray, ...], statistic: Ca
         statistic: function of arrays with a row for each document, and of the `axis` of these rows.
     """
     unique, which = np.unique(documents, return_inverse=True)
-    if len(unique) < 2:
+    if len(unique) == 1:
+        unique = which = np.arange(len(documents))
+    if len(unique) == 1:
         return None
 
     def sum_by_document(rows: np.ndarray) -> np.ndarray:
