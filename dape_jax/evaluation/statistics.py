@@ -2,8 +2,8 @@
 
 In: the nll of windows, and the document that each window comes from. Out: results as JSON values, which `report.py`
 writes. "low" and "high" are the ends of a 95 % bootstrap interval over documents, or over the windows of a single
-document; None with a single window. The perplexity of a model that diverged is infinite where exp(loss) is too large for a float; a result
-that depends on a NaN, or on a difference of two infinities, is NaN. Next: `perplexity.py`.
+document; None with a single window. The perplexity of a model that diverged is infinite where exp(loss) is too large
+for a float; a result that depends on a NaN, or on a difference of two infinities, is NaN. Next: `perplexity.py`.
 """
 
 import math
