@@ -125,10 +125,13 @@ def on_mesh(attention, mesh, dtype=jnp.float32, **options):
 
 
 def test_on_a_mesh():
-    """Sum gradients over devices; the interpreter does not support the check of varying axes."""
+    """Sum gradients over devices; the interpreter does not support the check of varying axes.
+
+    The largest gradient is 35, where numbers in float32 are 4e-6 apart: it is compared relative to its size.
+    """
     two, one = (jax.make_mesh((size,), ("data",), axis_types=(AxisType.Auto,)) for size in (2, 1))
     (step, args), (on_one, _) = on_mesh(FUSED, two, check_vma=False), on_mesh(Dense(), one, check_vma=False)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), step(*args), on_one(*args))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-5), step(*args), on_one(*args))
 
 
 def lower_for_cuda(step, *args) -> set[str]:

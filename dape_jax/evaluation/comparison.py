@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,11 +38,14 @@ def methods_of(runs: Results, options: Options) -> list[Method]:
     Raises:
         InputError: --baseline or --labels names no run, or two methods would have one label.
     """
-    grouped: dict[Any, list[Run]] = {}
+    grouped, repeated = dict[Any, list[Run]](), Counter[Any]()
     for run in runs:
         of_config = run["config"] if "config" in run else run["name"]
         variant = run["task"] if "task" in run else run["rotary"] if "rotary" in run else ""
-        grouped.setdefault((of_config, variant) if options.group_seeds else id(run), []).append(run)
+        same = (of_config, variant, run["seed"] if "seed" in run else None)
+        repeated[same] += 1  # runs of one seed are not one method: their seeds are no sample
+        key = of_config, variant, repeated[same]
+        grouped.setdefault(key if options.group_seeds else id(run), []).append(run)
     labels, names = options.names, sorted({run["name"] for run in runs})
     methods = []
     for of_method in grouped.values():
