@@ -28,6 +28,7 @@ from experiments.studies import with_interval
 
 RESULTS = Path(__file__).parents[1] / "results"
 NAMES = {
+    "nope": "NoPE",
     "rope": "RoPE",
     "t5": "T5",
     "alibi": "ALiBi",
@@ -477,30 +478,30 @@ def tpu_steps() -> str:
     return table(["model", "chip", "T", *(NAMES[m] for m in (*methods, "dape1x3-kerple")), "in its kernels"], rows)
 
 
-LISTED = ("kerple", "dape1x3-kerple")
-
-
-def step_rows(length: int) -> list[Row]:
-    """Return the compiled steps of 350M on v5e by the methods `LISTED`, if they list their operations."""
-    found = read("step_cycles/v5e-350m/step_cycles.json")["rows"]
-    chosen = [select(found, length=length, method=method) for method in LISTED]
-    return [row for row in chosen if "operations" in row]
+def step_rows(length: int, methods: Sequence[str]) -> list[Row]:
+    """Return compiled steps of 350M on v5e, with the times of their parts."""
+    found = read("step_cycles/v5e-350m-parts/step_cycles.json")["rows"]
+    return [select(found, length=length, method=method) for method in methods]
 
 
 def tpu_step_parts() -> str:
-    """Return the estimated times of the parts of a training step, and its MFU."""
-    rows = []
-    for row in (row for length in (512, 2048) for row in step_rows(length)):
-        times = row["kernels_ms"], row["matmuls_ms"], row["other_ms"] - row["matmuls_ms"]
-        cells = [f"{ms:,.0f} ms" for ms in times]
-        rows.append([NAMES[row["method"]], f"{row['length']:,}", *cells, f"{100 * row['mfu']:.0f} %"])
-    return table(["method", "T", "kernels", "matmuls", "rest", "MFU"], rows)
+    """Return the estimated times of the parts of a training step, its MFU, and RoPE beside NoPE, DAPE beside Kerple."""
+    rows, beside = [], {"rope": "nope", "dape1x3-kerple": "kerple"}
+    for length in (512, 2048):
+        total = {}
+        for row in step_rows(length, ("nope", "rope", "kerple", "dape1x3-kerple")):
+            method, parts = row["method"], (row["kernels_ms"], row["matmuls_ms"], row["other_ms"] - row["matmuls_ms"])
+            total[method] = sum(parts)
+            cells = [f"{ms:,.0f} ms" for ms in (*parts, total[method])]
+            ratio = f"{total[method] / total[beside[method]]:.2f} {NAMES[beside[method]]}" if method in beside else ""
+            rows.append([NAMES[method], f"{length:,}", *cells, ratio, f"{100 * row['mfu']:.0f} %"])
+    return table(["method", "T", "kernels", "matmuls", "rest", "all", "ratio to", "MFU"], rows)
 
 
 def tpu_operations(length: int) -> str:
     """Return the ten most expensive operations of a training step outside kernels, without matmuls."""
-    columns = []
-    for row in step_rows(length):
+    columns, methods = [], ("kerple", "dape1x3-kerple")
+    for row in step_rows(length, methods):
         cells = []
         for operation in row["operations"]:
             path, name = operation["jax_name"].split("/"), operation["jax_name"].rpartition("/")[2]
@@ -512,7 +513,7 @@ def tpu_operations(length: int) -> str:
                 [f"{again}`{name or operation['name']}`, {place or 'by the compiler'}", f"{operation['ms']:.1f}"]
             )
         columns.append(cells)
-    header = [name for method in LISTED for name in (NAMES[method], "ms")]
+    header = [name for method in methods for name in (NAMES[method], "ms")]
     return table(header, [[cell for cells in line for cell in cells] for line in zip(*columns, strict=True)])
 
 
