@@ -80,7 +80,8 @@ def run(
         flags.DEFINE_bool("version", False, "Print the version.")
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["version"])
     # --help shows the docstring of the main module, and the script of an installed entry point has none.
-    of_config = f"\n{recipes.describe()}\n" if "config" in flags.FLAGS else ""
+    needs_recipes = "config" in flags.FLAGS and any(re.match("--?help", each) for each in sys.argv[1:])
+    of_config = f"\n{recipes.describe()}\n" if needs_recipes else ""
     sys.modules["__main__"].__doc__ = f"{sys.modules[main.__module__].__doc__}{of_config}"
     try:
         app.run(call, flags_parser=parse)
@@ -135,12 +136,13 @@ def _parse(arguments: list[str]) -> list[str]:
         print(f"dape_jax {__version__}")
         sys.exit(0)
     of_config = [each for each in arguments if re.match("--?config[.]", each)] if "config" in flags.FLAGS else []
-    if "config" in flags.FLAGS and (section := re.search(r"(?<=\s)--?help=(\S+)", " ".join(arguments))):
-        given = re.findall(r"(?<=\s)--?import=(\S+)", " ".join(arguments))
-        import_modules([name for names in given for name in names.split(",")], "--import")
+    given = [re.fullmatch("--?(help|import)=(.+)", each) for each in arguments[1:]]
+    values = {match[1]: match[2] for match in given if match}
+    if "config" in flags.FLAGS and "help" in values:
+        import_modules(values["import"].split(",") if "import" in values else (), "--import")
         from dape_jax.fields import describe  # it imports JAX
 
-        print(describe(section[1]))
+        print(describe(values["help"]))
         sys.exit(0)
     others = [each for each in arguments if each not in of_config]
     names = {each: each.lstrip("-").partition("=")[0] for each in others[1:] if re.match("--?[^-0-9]", each)}

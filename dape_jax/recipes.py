@@ -38,12 +38,11 @@ def describe() -> str:
         else:
             lines += [f"configs/{file.name}: {' '.join(first.split())}", *(f"    {line}" for line in text), ""]
     fields = (
-        "--help=SECTION prints the fields of a section of the config, with their defaults and allowed values: model,"
+        "--help=SECTION prints the fields of a section, with their defaults and allowed values: model, model.rotary,\n"
+        "model.bias, model.processor, model.attention, data, optimizer, train, mesh, init or evaluation.\n"
+        "docs/config.md has all of them."
     )
-    sections = (
-        "model.rotary, model.bias, model.processor, model.attention, data, optimizer, train, mesh, init, evaluation."
-    )
-    return "\n".join([*lines, common, "", fields, f"{sections} The page docs/config.md has all of them."])
+    return "\n".join([*lines, common, "", fields])
 
 
 def read_module(file: Path) -> ModuleType:

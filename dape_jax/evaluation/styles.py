@@ -20,23 +20,14 @@ STYLES = {
     "sandwich": ("teal", "p"),
     "kerple-power": ("navy", "*"),
     **{
-        f"dape1x1-{bias}": (color, "^")
-        for bias, color in {
-            "nope": "darkgray",
-            "rope": "#9edae5",
-            "alibi": "#ff9896",
-            "kerple": "tab:green",
-            "fire": "#c49c94",
-        }.items()
-    },
-    **{
-        f"dape1x3-{bias}": (color, "s")
-        for bias, color in {
-            "nope": "dimgray",
-            "rope": "#0b6b78",
-            "alibi": "#8b0000",
-            "kerple": "tab:orange",
-            "fire": "#4b2a20",
+        f"dape{width}-{bias}": (colors[width], marker)
+        for width, marker in {"1x1": "^", "1x3": "s"}.items()
+        for bias, colors in {
+            "nope": {"1x1": "darkgray", "1x3": "dimgray"},
+            "rope": {"1x1": "#9edae5", "1x3": "#0b6b78"},
+            "alibi": {"1x1": "#ff9896", "1x3": "#8b0000"},
+            "kerple": {"1x1": "tab:green", "1x3": "tab:orange"},
+            "fire": {"1x1": "#c49c94", "1x3": "#4b2a20"},
         }.items()
     },
     "dape1x2-kerple": ("#ffbb78", "v"),

@@ -34,7 +34,6 @@ from dape_jax.model.scores import (
     Scores,
     causal_runs,
     masked_exp,
-    masked_softmax,
     products,
     rows_in_block,
     segment_starts,
@@ -288,12 +287,9 @@ class Dense(Implementation):
             options = {"first_BT": positions.q_start_BT - positions.k_pos_S[0]}
         processed_BHTS = processor(*scores, **options)
         _check_returned("processor", processor, processed_BHTS, "B, H, T, S", scores.scores_BHTS.shape)
-        if v_BSGK.dtype.itemsize < 4:  # the gradient of exp is smaller by its sum, and could underflow in float16
-            exp_BHTS, total_BHT1 = masked_softmax(processed_BHTS, scores.mask), 1.0
-        else:
-            exp_BHTS, total_BHT1 = masked_exp(processed_BHTS, scores.mask)
+        exp_BHTS, total_BHT1 = masked_exp(processed_BHTS, scores.mask, v_BSGK.dtype)
         batch, num_rows, heads, head_dim = q_BTHK.shape
-        exp_BGRTS = exp_BHTS.astype(v_BSGK.dtype).reshape(batch, v_BSGK.shape[2], -1, *exp_BHTS.shape[2:])
+        exp_BGRTS = exp_BHTS.reshape(batch, v_BSGK.shape[2], -1, *exp_BHTS.shape[2:])
         options = {"precision": full_precision(v_BSGK.dtype), "preferred_element_type": dtype}
         out_BGRTK = jnp.einsum("BGRTS,BSGK->BGRTK", exp_BGRTS, v_BSGK, **options)
         out_BHTK = (out_BGRTK.reshape(batch, heads, num_rows, head_dim) / total_BHT1).astype(v_BSGK.dtype)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dape_jax.errors import require
@@ -142,16 +143,19 @@ def masked_softmax(scores_BHTS: Float[Array, "B H T S"], mask: VisiblePairs) -> 
 
 
 def masked_exp(
-    scores_BHTS: Float[Array, "B H T S"], mask: VisiblePairs
+    scores_BHTS: Float[Array, "B H T S"], mask: VisiblePairs, dtype: DTypeLike
 ) -> tuple[Float[Array, "B H T S"], Float[Array, "B H T 1"]]:
-    """Return the numerator and the denominator of `masked_softmax`: exp(scores - largest of the row), and its sum.
+    """Return the numerator of `masked_softmax` in `dtype`, exp(scores - largest of the row), and its denominator.
 
     If a product with values comes before the division, the gradient needs no sum of products over the keys, for which
-    XLA's program on a CPU is slow: it took longer than all matmuls of the gradient.
+    XLA's program on a CPU is slow: it took longer than all matmuls of the gradient. In 16 bits the numerator is the
+    probability, and the denominator 1: the gradient of exp is smaller by the sum, and could underflow in float16.
     """
+    if jnp.dtype(dtype).itemsize < 4:
+        return masked_softmax(scores_BHTS, mask).astype(dtype), jnp.ones_like(scores_BHTS[..., :1])
     masked_BHTS = _masked(scores_BHTS, mask)
     exp_BHTS = jnp.exp(masked_BHTS - jax.lax.stop_gradient(masked_BHTS.max(-1, keepdims=True)))
-    return exp_BHTS, exp_BHTS.sum(-1, keepdims=True)
+    return exp_BHTS.astype(dtype), exp_BHTS.sum(-1, keepdims=True)
 
 
 def _masked(scores_BHTS: Float[Array, "B H T S"], mask: VisiblePairs) -> Float[Array, "B H T S"]:

@@ -1,7 +1,6 @@
 """Comparison of an imported model with transformers: `dape-import --check`. In: the source and our parameters."""
 
 import dataclasses
-import functools
 import logging
 
 import jax
@@ -39,9 +38,13 @@ def compare_logits(source: Source, params: Params, config: TransformerConfig, me
     shape = (2 * mesh.size, min(train_length, _MAX_TOKENS))
     tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, shape)
     try:
-        # No pickled file and no code of the checkpoint.
-        safe = functools.partial(loader.from_pretrained, use_safetensors=True, trust_remote_code=False)
-        model = safe(source.directory, dtype=torch.float32, attn_implementation="eager").eval()
+        model = loader.from_pretrained(
+            source.directory,
+            use_safetensors=True,  # no pickled file
+            trust_remote_code=False,  # no code of the checkpoint
+            dtype=torch.float32,
+            attn_implementation="eager",
+        ).eval()
         with torch.no_grad():
             expected_BTV = model(torch.from_numpy(tokens_BT)).logits.numpy()
     except Exception as error:  # of many kinds
