@@ -184,6 +184,17 @@ def flag(default: Any, text: str, repeated: bool = False) -> Any:
     return dataclasses.field(default=default, metadata={"help": text, "repeated": repeated})
 
 
+class _BooleanParser(flags.BooleanParser):
+    """Read true, false, yes, no."""
+
+    def parse(self, argument: str | int) -> bool:
+        """Return the value of a flag."""
+        try:
+            return super().parse({"yes": True, "no": False}.get(str(argument).lower(), argument))
+        except ValueError:
+            raise ValueError("must be true, false, yes or no") from None
+
+
 def _define_flags(settings: type) -> None:
     """Define one absl flag for each field of a dataclass."""
     kinds = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string}
@@ -198,6 +209,8 @@ def _define_flags(settings: type) -> None:
         else:
             define = kinds[next(member for member in (*typing.get_args(kind), kind) if member in kinds)]
         define(field.name, default, field.metadata["help"])
+        if define is flags.DEFINE_bool:
+            flags.FLAGS[field.name].parser = _BooleanParser()
         if is_required:
             flags.mark_flag_as_required(field.name)
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[field.name])  # --help lists these

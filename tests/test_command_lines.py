@@ -124,7 +124,8 @@ REFUSED = {
     "train.py --help=optimiser": ["--help = 'optimiser' & optimizer?"],
     "train.py": ["--config: must be given", "--workdir: must be given"],
     "eval.py --workdir=run --lenghts=8": ["--lenghts=8 & did you mean --lengths?"],
-    "eval.py --workdir=/tmp": ["workdir = '/tmp' & dape-train"],
+    "eval.py --workdir=run --bos=maybe": ["--bos=maybe & yes or no"],
+    "eval.py --workdir=/tmp --bos=no": ["workdir = '/tmp' & dape-train"],
     "-m dape_jax.tools.generate --workdir=run --max_tokens=8 --top_k=all --frobnicate": [
         "--max_tokens=8 & did you mean --max_new_tokens?",
         "--frobnicate & --help",

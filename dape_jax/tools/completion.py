@@ -332,7 +332,7 @@ def complete(
     conventions = saved_conventions(trained.workdir)
     end_tokens, first = conventions.ends(tokenizer), conventions.bos_id(tokenizer) if bos and not chat else None
     if first is not None:
-        logger.info("prompts begin with %s, as in the imported model; --bos=False leaves it out", conventions.bos_token)
+        logger.info("prompts begin with %s, as in the imported model; --bos=no leaves it out", conventions.bos_token)
     if chat:
         texts = [prompt.decode("utf-8", "replace") for prompt in prompts]
         prompts = [conventions.render([{"role": "user", "content": text}]).encode() for text in texts]
