@@ -11,7 +11,7 @@ from dape_jax.config import RunConfig
 from dape_jax.data.store import TokenStore
 from dape_jax.evaluation.perplexity import ScoredWindow, choose_windows, common_text
 from dape_jax.evaluation.statistics import bootstrap_interval, ratio_of_sums
-from dape_jax.evaluation.trained import TrainedModel, read_trained, require_different_names
+from dape_jax.evaluation.trained import TrainedModel, named_apart, read_trained
 from dape_jax.provenance import make_results_directory
 from dape_jax.storage import to_path
 
@@ -50,8 +50,9 @@ def read_study(settings: Any, **evaluation: int) -> Study:
             written.
     """
     changes = {"lengths": settings.lengths, "max_windows": settings.windows} | evaluation
-    models = [read_trained(to_path(workdir, "--workdir"), "newest", changes) for workdir in settings.workdir]
-    require_different_names(models, "--workdir")
+    models = named_apart(
+        [read_trained(to_path(workdir, "--workdir"), "newest", changes) for workdir in settings.workdir], "--workdir"
+    )
     store, digests = common_text(models, None)
     directory = make_results_directory(to_path(settings.output, "--output"), "--output")
     windows = choose_windows(store, max(settings.lengths), settings.windows)

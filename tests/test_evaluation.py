@@ -32,7 +32,7 @@ from dape_jax.data.tokenizers import save_tokenizer, train_bpe
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import command as watching
 from dape_jax.evaluation import figures, perplexity, programs, report, statistics, trained
-from dape_jax.evaluation.comparison import compare_perplexities
+from dape_jax.evaluation.comparison import compare, methods_of
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.perplexity import choose_windows, compile_lengths, score_windows, window_batch
 from dape_jax.evaluation.programs import available_bytes, model_at, padded_batches, predicted_bytes, run_in_batches
@@ -42,11 +42,13 @@ from dape_jax.evaluation.statistics import (
     SMOOTHED_OCTAVES,
     bin_ends,
     delta_result,
+    deltas_of,
     length_result,
     lengths_of,
+    positions_of,
     positions_result,
 )
-from dape_jax.evaluation.trained import TrainedModel, corpora_of, read_trained
+from dape_jax.evaluation.trained import TrainedModel, corpora_of, named_apart, read_trained
 from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, put_batch, read_mesh
 from dape_jax.training import checkpoint, loop
@@ -226,7 +228,7 @@ def test_intervals_are_those_of_95_per_cent(windows_each):
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(1, 50)), min_size=2, max_size=20), st.floats(-0.9, 0.9))
 def test_delta_is_positive_where_context_helps(rows, saved):
     documents, local = np.array([document for document, _ in rows]), np.array([nll for _, nll in rows])
-    result = delta_result(64, documents, *(np.outer(nll, np.full(16, 1 / 16)) for nll in (local, local - saved)))
+    result = delta_result(64, documents, local[None], local[None] - saved, np.full(len(local), 16))
     assert result["delta"] == pytest.approx(result["local"] - result["full"])
     # Every document gains the same nll in every window, so no sample of documents changes the sign.
     assert np.sign(result["delta"]) == np.sign(saved) or result["delta"] == pytest.approx(0)
@@ -271,15 +273,17 @@ def test_a_break_is_found_and_noise_is_not_a_break(breaks_at):
         assert breaks_at * 2**-SMOOTHED_OCTAVES < found < breaks_at * 2**SMOOTHED_OCTAVES
 
 
+@settings(deadline=None)
 @given(st.floats(0, 1e6), st.floats(0, 1e6))
 def test_a_perplexity_too_large_for_a_float_is_infinite(local, full):
     documents, losses = np.arange(4), [np.full((4, 2), loss) for loss in (local, full)]
     for loss, nll in zip((local, full), losses, strict=True):
         result = length_result(8, documents, nll)
-        assert result["perplexity"] == (pytest.approx(math.exp(loss)) if loss < 709 else pytest.approx(math.inf))
-        assert (result["perplexity"] == math.inf) == (loss > math.log(np.finfo(float).max))
+        is_infinite = loss > math.log(np.finfo(float).max)
+        assert result["perplexity"] == pytest.approx(math.inf if is_infinite else math.exp(loss))
+        assert (result["perplexity"] == math.inf) == is_infinite
         assert result["low"] == pytest.approx(result["perplexity"]) == result["high"]
-    delta = delta_result(8, documents, *losses)
+    delta = delta_result(8, documents, *(nll.sum(axis=1)[None] for nll in losses), np.full(4, 2))
     if math.isinf(delta["local"]) and math.isinf(delta["full"]):
         assert math.isnan(delta["delta"])  # the difference of two infinities
     else:
@@ -345,22 +349,35 @@ def test_figures_leave_out_points_that_cannot_be_drawn(value):
 QUICKSTART = Path(__file__).parents[1] / "results/quickstart/lengths.json"
 
 
-def seeds_of(nats: np.ndarray, name: str, config: str) -> list[dict[str, Any]]:
-    """Return the results of one run for each seed, [seeds, windows], two windows a document and 16 tokens a window."""
+PROTOCOL_OF = {"lengths": lengths_of, "delta": deltas_of, "positions": positions_of}
+
+
+def seeds_of(
+    nats: np.ndarray, name: str, config: str, stem: str = "lengths", change: float = 0.0
+) -> list[dict[str, Any]]:
+    """Return the results of one run for each seed, [seeds, windows], two windows a document and 16 tokens a window.
+
+    With a context of 16 more tokens, and after the train length of 8, the loss of each token is larger by `change`.
+    """
     documents = np.repeat(np.arange(nats.shape[1] // 2), 2)
     identity = {"train_length": 8, "last_tokens": 16, "rotary": "rope", "config": config, "method": name}
-    return [
-        identity
-        | {"name": f"{name}-seed{seed}", "seed": seed}
-        | lengths_of(documents, {16: row[:, None] / 16 + np.zeros(16)}, 8)
-        for seed, row in enumerate(nats)
-    ]
+    results = []
+    for seed, row in enumerate(nats):
+        each = row[:, None] / 16 + np.zeros(16)
+        by_length = {
+            "lengths": {16: each},
+            "delta": {8: each[:, :8], 24: each[:, :8] + change},
+            "positions": {16: each + change * (np.arange(16) >= 8)},
+        }[stem]
+        result = PROTOCOL_OF[stem](documents, by_length, 8)
+        results.append(identity | {"name": f"{name}-seed{seed}", "seed": seed} | result)
+    return results
 
 
 def test_paired_differences_are_those_of_the_saved_windows():
     """Compute the mean and its bootstrap over documents by hand."""
     runs = report.read_results(epath.Path(QUICKSTART))
-    _, ours = compare_perplexities(runs, Options(baseline="kerple"))
+    _, ours = compare("lengths", runs, Options(baseline="kerple"))
     documents, rng = np.array(runs[0]["documents"]), np.random.default_rng(1)
     assert [each["length"] for each in ours["differences"]] == [64, 128, 256, 512, 1024, 2048]
     for found, theirs, other in list(zip(ours["differences"], runs[0]["lengths"], runs[1]["lengths"], strict=True))[
@@ -382,7 +399,7 @@ def test_seeds_are_one_method_with_an_interval_over_seeds_and_documents():
     easy = rng.normal(32, 4, 80)  # the same for all runs: it cancels in differences
     spread = np.array([[-3.0], [0.0], [3.0]])
     runs = seeds_of(easy + spread, "kerple", "a") + seeds_of(easy + spread - 1.6, "dape1x3-kerple", "b")
-    base, ours = compare_perplexities(runs, Options(baseline="kerple-seed1"))
+    base, ours = compare("lengths", runs, Options(baseline="kerple-seed1"))
     assert (base["name"], base["runs"]) == ("kerple", ["kerple-seed0", "kerple-seed1", "kerple-seed2"])
     (length,) = base["lengths"]
     assert math.log(length["perplexity"]) == pytest.approx(easy.mean() / 16)
@@ -392,16 +409,104 @@ def test_seeds_are_one_method_with_an_interval_over_seeds_and_documents():
         {"length": 16, "nats": pytest.approx(-0.1), "low": pytest.approx(-0.1)}
         | {"high": pytest.approx(-0.1), "seeds": 3}
     ]
-    assert [len(axes.get_lines()[0].get_xdata()) for axes in figures.perplexity_table([base, ours]).figure.axes] == [
-        1,
-        1,
+    panels = figures.perplexity_table([base, ours]).figure.axes
+    assert [axes.get_legend_handles_labels()[1] for axes in panels] == [
+        ["kerple", "dape1x3-kerple"],
+        ["dape1x3-kerple"],
     ]
     _, (_, rows, figure) = figures.table_of("lengths", runs, Options(labels=("kerple=Kerple",)))
-    assert [row[:2] for row in rows] == [["", "seeds"], ["Kerple", "3"], ["dape1x3-kerple", "3"]]
+    assert [row[0] for row in rows] == ["", "Kerple (3 seeds)", "dape1x3-kerple (3 seeds)"]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["Kerple", "dape1x3-kerple"]
-    assert len(compare_perplexities(runs, Options(group_seeds=False))) == 6
+    assert len(compare("lengths", runs, Options(group_seeds=False))) == 6
     with pytest.raises(InputError, match=r"--baseline = 'fire': must be one of the runs .*kerple-seed0, .*, kerple"):
-        compare_perplexities(runs, Options(baseline="fire"))
+        compare("lengths", runs, Options(baseline="fire"))
+
+
+def test_gains_and_losses_by_position_are_of_methods_and_compared_on_the_same_windows():
+    """The baseline loses 0.08 nats a token beyond the train length; the other gains as much, and starts 0.2 lower."""
+    easy, spread = np.random.default_rng(0).normal(32, 4, 80), np.array([[-0.8], [0.0], [0.8]])
+
+    def compared(stem: str) -> tuple[list[dict[str, Any]], report.Table]:
+        runs = seeds_of(easy + spread, "kerple", "a", stem, 0.08)
+        runs += seeds_of(easy + spread - 3.2, "dape1x3-kerple", "b", stem, -0.08)
+        shown, table = figures.table_of(stem, runs, Options(baseline="kerple"))
+        assert [each["runs"] for each in shown] == [[f"{name}-seed{i}" for i in range(3)] for name in names]
+        top, below = table.figure.axes
+        assert [text.get_text() for text in table.figure.legends[0].get_texts()] == list(names)
+        colors = [{line.get_label(): line.get_color() for line in axes.get_lines()} for axes in (top, below)]
+        assert colors[0]["dape1x3-kerple"] == colors[1]["dape1x3-kerple"] != colors[0]["kerple"]
+        assert "kerple" not in colors[1]
+        return shown, table
+
+    names = "kerple", "dape1x3-kerple"
+    (base, ours), table = compared("delta")
+    start = math.exp(easy.mean() / 16), math.exp(easy.mean() / 16 - 0.2)
+    gains = [p - p * math.exp(change) for p, change in zip(start, (0.08, -0.08), strict=True)]
+    for each, gain in zip((base, ours), gains, strict=True):
+        (delta,) = each["deltas"]
+        assert delta["delta"] == pytest.approx(gain)
+        assert delta["delta"] == each["lengths"][0]["perplexity"] - each["lengths"][1]["perplexity"]
+        # Over documents and seeds: the standard errors of the loss, in quadrature, times the gain.
+        half = math.hypot(4.303 * 0.8 / math.sqrt(3), 1.96 * easy.std() / math.sqrt(80)) / 16 * abs(gain)
+        assert delta["high"] - delta["low"] == pytest.approx(2 * half, rel=0.2)
+    (difference,) = ours["differences"]
+    assert (difference["delta"], difference["seeds"]) == (pytest.approx(gains[1] - gains[0]), 3)
+    assert table.rows[0] == ["", *(f"{name} (3 seeds)" for name in names), "dape1x3-kerple - kerple"]
+    assert table.rows[-1][-1].startswith(f"{gains[1] - gains[0]:+.2f} [")
+
+    (base, ours), table = compared("positions")
+    assert (base["positions"]["breaks_at"], ours["positions"]["breaks_at"]) == (None, None)
+    assert base["positions"]["reference_nats"] == pytest.approx(easy.mean() / 16)
+    *bins, reference, last_octave = ours["differences"]
+    assert [each["last"] for each in bins] == [each["last"] for each in ours["positions"]["bins"]]
+    for each, nats in ((reference, -0.2), (last_octave, -0.36), (bins[0], -0.2), (bins[-1], -0.36)):
+        assert [each[end] for end in ("nats", "low", "high")] == pytest.approx([nats] * 3, abs=1e-5)  # all cancels
+        assert each["seeds"] == 3
+    assert table.rows[2:] == [
+        ["dape1x3-kerple (3 seeds)", *table.rows[2][1:]],
+        ["dape1x3-kerple - kerple", *(f"{n:+.3f} [{n:+.3f}, {n:+.3f}]" for n in (-0.2, -0.36)), ""],
+    ]
+    one = seeds_of(easy[None], "kerple", "a", "positions", 0.3)  # a method of one run is that run
+    assert compare("positions", one, Options())[0]["positions"] == one[0]["positions"]
+    for each in one[0]["positions"]["bins"]:
+        del each["window_nats"]
+    others = seeds_of(easy[None], "alibi", "b", "positions")
+    with pytest.raises(InputError, match=r"positions = \['kerple-seed0'\]: must be evaluated again"):
+        compare("positions", others + one, Options(baseline="alibi-seed0"))
+
+
+@pytest.mark.parametrize(
+    ("workdirs", "names"),
+    [
+        ("runs/kerple-seed0 other/dape", "kerple-seed0 dape"),
+        ("runs/kerple/seed0 runs/dape/seed0 runs/kerple/seed1 runs/fire", "kerple/seed0 dape/seed0 kerple/seed1 fire"),
+        ("runs/seed0/kerple runs/seed1/kerple", "seed0/kerple seed1/kerple"),
+        ("a/runs/x b/runs/x", "a/runs/x b/runs/x"),
+        ("runs/x runs/x/x", "x x/x"),
+    ],
+)
+def test_names_are_the_last_parts_of_workdirs_that_differ(root, workdirs, names):
+    models = [dataclasses.replace(untrained(root), workdir=epath.Path(each)) for each in workdirs.split()]
+    assert [model.name for model in named_apart(models, "workdir")] == names.split()
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("kerple-seed0 kerple-seed1", "kerple"),
+        ("kerple/seed0 kerple/seed1", "kerple"),
+        ("v2/seed10 v2/seed11", "v2"),
+        ("seed0/kerple seed1/kerple", "kerple"),
+        ("kerple/0 kerple/1 kerple/12", "kerple"),
+        ("kerple/10+yarn kerple/11+yarn", "kerple+yarn"),
+        ("x y", "x and 1 more"),
+        ("0/1 1/0 0/0", "0/1 and 2 more"),
+    ],
+)
+def test_a_method_has_the_name_of_its_runs_without_their_seeds(names, expected):
+    runs = [{"name": name, "config": "a", "seed": seed} for seed, name in enumerate(names.split())]
+    (method,) = methods_of(runs, Options(labels=(f"{expected}=A",)))
+    assert (method.name, method.label) == (expected, "A")
 
 
 def test_runs_are_one_method_if_their_configs_differ_only_in_seeds(root):
@@ -736,7 +841,7 @@ OPTIONS = {
     "split": ({"split": "test"}, r"split = 'test': must be one of \['train', 'validation', 'all'\]"),
     "format": ({"format": ("eps",)}, r"format = \('eps',\): must be of \['csv', 'md', 'pdf', 'png', 'svg'\]"),
     "baseline": ({"baseline": "fire"}, "--baseline = 'fire': must be one of the runs dape, none"),
-    "baseline of deltas": ({"protocol": "delta", "baseline": "none"}, "baseline = 'none': must not be given"),
+    "baseline of deltas": ({"protocol": "delta", "baseline": "fire"}, "--baseline = 'fire': must be one of the runs"),
     "labels": ({"labels": ("none",)}, r"labels = \('none',\): must be run=Name"),
     "unknown label": ({"labels": ("fire=FIRE",)}, "--labels = 'fire': must be one of the runs dape, none"),
     "equal labels": ({"labels": ("none=A", "dape=A")}, r"--labels = \['A', 'A'\]: must be different names"),
@@ -767,7 +872,7 @@ def test_bad_workdirs_are_named(runs, tmp_path, monkeypatch):
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     for workdirs, words in (
         ([tmp_path / "nothing"], "must be a directory written by dape-train"),
-        ([runs[0], runs[0]], "must have different names"),
+        ([runs[0], runs[0]], "must be different directories"),
         ([], "must have at least one directory"),
         ([tmp_path / "empty"], "with a checkpoint"),
     ):

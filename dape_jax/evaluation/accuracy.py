@@ -43,10 +43,7 @@ def evaluate_tasks(
     mesh: MeshConfig | None = None,
     output: epath.PathLike | None = None,
 ) -> report.ReportPaths:
-    """Evaluate one checkpoint of every workdir and write one comparison, `accuracy.*`; see `perplexity.evaluate`.
-
-    Workdirs of the same task must have different names.
-    """
+    """Evaluate one checkpoint of every workdir and write one comparison, `accuracy.*`; see `perplexity.evaluate`."""
     of_language = "last_tokens", "max_windows", "data", "split", "verify", "rotary", "protocol", "stride", "bos"
     options.refuse("language models", *of_language)
     models = read_models(TaskRunConfig, workdirs, options, mesh, "lengths", "num_sequences", "dropout")

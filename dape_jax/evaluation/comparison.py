@@ -5,12 +5,11 @@ show. Runs whose configs differ only in seeds are one method. All runs have the 
 that their differences are taken window by window, or length by length.
 """
 
-import dataclasses
 import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,10 +17,19 @@ import numpy as np
 from dape_jax.errors import require
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.report import Results
-from dape_jax.evaluation.statistics import bits_per_byte, mean_over_seeds, perplexity_of
+from dape_jax.evaluation.statistics import (
+    bins_result,
+    bits_per_byte,
+    delta_result,
+    difference_of,
+    gain,
+    levels,
+    over_seeds,
+    perplexity_of,
+    ratio_of_sums,
+)
 
 Run = dict[str, Any]
-Pairs = list[tuple[Run, Run]]  # runs of a method and of the baseline
 
 
 class Method(NamedTuple):
@@ -62,87 +70,78 @@ def methods_of(runs: Results, options: Options) -> list[Method]:
 
 
 def _common_name(names: list[str]) -> str:
-    """Return the name of the runs without their seeds: kerple for kerple-seed0 and kerple-seed1."""
+    """Return the name of the runs without their seeds: kerple of kerple-seed0 and kerple-seed1, or of kerple/0 .. 9."""
     first, *others = names
     suffix = "".join(re.findall(r"\+(?:pi|ntk|yarn)$", first))  # of a rotary variant
-    columns = zip(*(name.removesuffix(suffix) for name in names), strict=False)
-    prefix = "".join(letters[0] for letters in itertools.takewhile(lambda letters: len(set(letters)) == 1, columns))
-    if prefix not in names:
-        prefix = re.sub(r"[-_. ]*(seed)?[-_. ]*((?<=[-_. d])\d+)?$", "", prefix)
-    return (prefix or f"{first} and {len(others)} more") + suffix if others else first
+    parts = zip(*(name.removesuffix(suffix).split("/") for name in names), strict=False)
+    name = "/".join(filter(None, map(_without_seeds, parts)))
+    return (name or f"{first} and {len(others)} more") + suffix if others else first
 
 
-def compare_perplexities(runs: Results, options: Options) -> list[Run]:
-    """Return perplexity by length of each method, and `differences`, in nats per token, from the baseline.
+def _without_seeds(parts: Sequence[str]) -> str:
+    """Return what the beginnings of the parts have in common, without the word seed and a number at its end."""
+    columns = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*parts, strict=False))
+    prefix = "".join(letters[0] for letters in columns)
+    return prefix if prefix in parts else re.sub(r"[-_. ]*(seed)?[-_. ]*((?<![^-_. d])\d+)?$", "", prefix)
 
-    Over several seeds, perplexity is exp(mean loss).
+
+def compare(stem: str, runs: Results, options: Options) -> list[Run]:
+    """Return the result of each method, and `differences` from the baseline: on the same windows, or the same task.
+
+    `stem` is the name of the report. Of tasks, differences are of the mean accuracies.
+
+    Raises:
+        InputError: see `methods_of`; or a file of an earlier version has not the losses that a comparison needs.
     """
-    return _compared(runs, options, _mean_perplexities, _differences)
-
-
-def compare_accuracies(runs: Results, options: Options) -> list[Run]:
-    """Return accuracy by length of each method, and `differences` of the means from the baseline on the same task."""
-    return _compared(runs, options, _mean_accuracies, _differences_of_means)
-
-
-def label_runs(runs: Results, options: Options) -> list[Run]:
-    """Return the results of each run, with its label."""
-    allowed = "must be unset: it needs perplexities by length, or accuracies"
-    require(options.baseline is None, "--baseline", options.baseline, allowed)
-    alone = dataclasses.replace(options, group_seeds=False)
-    return [run | {"name": label, "style": _style(run)} for _, label, (run,) in methods_of(runs, alone)]
-
-
-def _style(run: Run) -> str:
-    return run["method"] if "method" in run else run["name"]
-
-
-def _compared(
-    runs: Results,
-    options: Options,
-    combine: Callable[[list[Run]], Run],
-    subtract: Callable[[Pairs], list[Run]],
-) -> list[Run]:
+    combine, subtract = COMPARISONS[stem]
     methods, found = methods_of(runs, options), []
     is_baseline = [options.baseline in (each.name, *(run["name"] for run in each.runs)) for each in methods]
     baselines = [method for method, chosen in zip(methods, is_baseline, strict=True) if chosen]
     for method in methods:
         result = method.runs[0] if len(method.runs) == 1 else method.runs[0] | combine(method.runs)
-        result = result | {"name": method.label, "style": _style(method.runs[0])}
-        result |= {"runs": [run["name"] for run in method.runs]}
+        first = method.runs[0]
+        style = first["method"] if "method" in first else first["name"]
+        result = result | {"name": method.label, "style": style, "runs": [run["name"] for run in method.runs]}
         for base in baselines:
             if base is not method and ("task" not in result or base.runs[0]["task"] == result["task"]):
-                result |= {"baseline": base.label, "differences": subtract(_pairs(method.runs, base.runs))}
+                ours, others = _pairs(method.runs, base.runs)
+                differences = [each | {"seeds": len(ours)} for each in subtract(ours, others)]
+                result |= {"baseline": base.label, "differences": differences}
         found.append(result)
     return found
 
 
-def _pairs(runs: list[Run], others: list[Run]) -> Pairs:
+def _pairs(runs: list[Run], others: list[Run]) -> tuple[list[Run], list[Run]]:
     """Return the runs of two methods in pairs with equal seeds, or else in the given order."""
     by_seed = {run["seed"]: run for run in others if "seed" in run}
-    same = [(run, by_seed[run["seed"]]) for run in runs if "seed" in run and run["seed"] in by_seed]
-    return same or list(zip(runs, others, strict=False))
+    same = [run for run in runs if "seed" in run and run["seed"] in by_seed]
+    num = min(len(runs), len(others))
+    return (same, [by_seed[run["seed"]] for run in same]) if same else (runs[:num], others[:num])
 
 
-# ---- perplexities
+def _interval(name: str, found: Sequence[float | None]) -> Run:
+    return dict(zip((name, "low", "high"), found, strict=True))
 
 
-def _loss(runs: list[Run], at: int, others: list[Run] | None = None) -> tuple[float, float | None, float | None]:
-    """Return the loss of the windows of one length, or its difference from that of other runs; mean and interval."""
-    first = runs[0]["lengths"][at]
-    nats = np.array([run["lengths"][at]["window_nats"] for run in runs])
-    if others is not None:
-        with np.errstate(invalid="ignore"):  # of two infinite losses
-            nats = nats - np.array([run["lengths"][at]["window_nats"] for run in others])
-    each = [first["num_tokens"] // first["num_windows"]] * first["num_windows"]
-    tokens = first["window_tokens"] if "window_tokens" in first else each
-    return mean_over_seeds(np.array(runs[0]["documents"]), nats, np.array(tokens))
+# ---- perplexities and gains from context
+
+
+def _nats(runs: list[Run], at: int) -> np.ndarray:
+    """Return the nll of the windows of one length, [seeds, windows]."""
+    return np.array([run["lengths"][at]["window_nats"] for run in runs])
+
+
+def _tokens(length: Run) -> np.ndarray:
+    """Return the number of scored tokens of every window."""
+    each = [length["num_tokens"] // length["num_windows"]] * length["num_windows"]
+    return np.array(length["window_tokens"] if "window_tokens" in length else each)
 
 
 def _mean_perplexities(runs: list[Run]) -> Run:
-    lengths = []
+    """Return exp(mean loss over seeds) at each length."""
+    lengths, documents = [], np.array(runs[0]["documents"])
     for at, first in enumerate(runs[0]["lengths"]):
-        loss, *ends = _loss(runs, at)
+        loss, *ends = over_seeds(documents, (_nats(runs, at),), _tokens(first), ratio_of_sums)
         low, high = (None if end is None else perplexity_of(end) for end in ends)
         length = {name: value for name, value in first.items() if not name.startswith("window_")}
         length |= {"perplexity": perplexity_of(loss), "low": low, "high": high}
@@ -153,13 +152,62 @@ def _mean_perplexities(runs: list[Run]) -> Run:
     return {"lengths": lengths}
 
 
-def _differences(pairs: Pairs) -> list[Run]:
-    runs, others = map(list, zip(*pairs, strict=True))
+def _loss_differences(runs: list[Run], others: list[Run]) -> list[Run]:
+    documents, statistic = np.array(runs[0]["documents"]), difference_of(ratio_of_sums)
+    return [
+        {"length": each["length"]}
+        | _interval("nats", over_seeds(documents, (_nats(runs, at), _nats(others, at)), _tokens(each), statistic))
+        for at, each in enumerate(runs[0]["lengths"])
+    ]
+
+
+def _mean_gains(runs: list[Run]) -> Run:
+    local, *longer = runs[0]["lengths"]  # the first is the train length
+    documents, tokens, local_nats = np.array(runs[0]["documents"]), _tokens(local), _nats(runs, 0)
+    deltas = [
+        delta_result(each["length"], documents, local_nats, _nats(runs, at), tokens)
+        for at, each in enumerate(longer, start=1)
+    ]
+    return _mean_perplexities(runs) | {"deltas": deltas}
+
+
+def _gain_differences(runs: list[Run], others: list[Run]) -> list[Run]:
+    documents, statistic = np.array(runs[0]["documents"]), difference_of(gain)
+    local, *longer = runs[0]["lengths"]
     differences = []
-    for at, first in enumerate(runs[0]["lengths"]):
-        nats, low, high = _loss(runs, at, others)
-        differences.append({"length": first["length"], "nats": nats, "low": low, "high": high, "seeds": len(pairs)})
+    for at, each in enumerate(longer, start=1):
+        sums = _nats(runs, 0), _nats(runs, at), _nats(others, 0), _nats(others, at)
+        found = over_seeds(documents, sums, _tokens(local), statistic)
+        differences.append({"length": each["length"]} | _interval("delta", found))
     return differences
+
+
+# ---- losses by position
+
+
+def _bin_nats(runs: list[Run]) -> np.ndarray:
+    """Return the nll of the windows in every bin, [seeds, windows, bins]."""
+    has_windows = all("window_nats" in run["positions"]["bins"][0] for run in runs)
+    allowed = "must be evaluated again to be compared: the losses of its windows are not in the file"
+    require(has_windows, "positions", [run["name"] for run in runs], allowed)
+    nats = [[each["window_nats"] for each in run["positions"]["bins"]] for run in runs]
+    return np.array(nats).swapaxes(1, 2)
+
+
+def _mean_positions(runs: list[Run]) -> Run:
+    nats, ends = _bin_nats(runs), np.array([each["last"] for each in runs[0]["positions"]["bins"]])
+    return {"positions": bins_result(np.array(runs[0]["documents"]), nats, ends, runs[0]["train_length"])}
+
+
+def _position_differences(runs: list[Run], others: list[Run]) -> list[Run]:
+    """Return the differences of the smoothed loss at every bin, of the reference and of the last octave."""
+    sums, ends = (_bin_nats(runs), _bin_nats(others)), np.array([each["last"] for each in runs[0]["positions"]["bins"]])
+    tokens = np.tile(np.diff(ends, prepend=0), (sums[0].shape[1], 1))
+    statistic = difference_of(levels(ends, runs[0]["train_length"]))
+    found = over_seeds(np.array(runs[0]["documents"]), sums, tokens, statistic)
+    names = [*({"last": int(end)} for end in ends), {"mean": "reference_nats"}, {"mean": "last_octave_nats"}]
+    nats, low, high = ([None] * len(names) if each is None else each for each in found)
+    return [name | _interval("nats", each) for name, *each in zip(names, nats, low, high, strict=True)]
 
 
 # ---- accuracies
@@ -186,15 +234,25 @@ def _mean_accuracies(runs: list[Run]) -> Run:
     return {"lengths": lengths} | means
 
 
-def _differences_of_means(pairs: Pairs) -> list[Run]:
+def _accuracy_differences(runs: list[Run], others: list[Run]) -> list[Run]:
     """Return the differences of the mean accuracies; the lengths take the place of documents in the bootstrap."""
-    train_length, differences = pairs[0][0]["train_length"], []
-    accuracies = [[[each["accuracy"] for each in run["lengths"]] for run in pair] for pair in pairs]
-    of_pairs = np.array([np.subtract(ours, other) for ours, other in accuracies])
-    is_beyond = np.array([each["length"] > train_length for each in pairs[0][0]["lengths"]])
+    ours, theirs = (
+        np.array([[each["accuracy"] for each in run["lengths"]] for run in side]) for side in (runs, others)
+    )
+    is_beyond = np.array([each["length"] > runs[0]["train_length"] for each in runs[0]["lengths"]])
+    differences = []
     for part, chosen in (("trained", ~is_beyond), ("score", is_beyond)):
         if chosen.any():
             units = np.arange(chosen.sum())
-            mean, low, high = mean_over_seeds(units, of_pairs[:, chosen], np.ones_like(units))
-            differences.append({"mean": part, "accuracy": mean, "low": low, "high": high, "seeds": len(pairs)})
+            found = over_seeds(units, (ours[:, chosen] - theirs[:, chosen],), np.ones_like(units), ratio_of_sums)
+            differences.append({"mean": part} | _interval("accuracy", found))
     return differences
+
+
+# For each report: the result of the runs of a method, and the differences of paired runs.
+COMPARISONS: dict[str, tuple[Callable[[list[Run]], Run], Callable[[list[Run], list[Run]], list[Run]]]] = {
+    "lengths": (_mean_perplexities, _loss_differences),
+    "delta": (_mean_gains, _gain_differences),
+    "positions": (_mean_positions, _position_differences),
+    "accuracy": (_mean_accuracies, _accuracy_differences),
+}

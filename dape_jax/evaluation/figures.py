@@ -15,7 +15,7 @@ from matplotlib.typing import ColorType
 
 from dape_jax.errors import require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.comparison import compare_accuracies, compare_perplexities, label_runs
+from dape_jax.evaluation.comparison import compare
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.report import ReportPaths, Results, Table, number, with_interval
 from dape_jax.evaluation.statistics import BINS_PER_OCTAVE
@@ -39,36 +39,23 @@ def perplexity_table(results: Results) -> Table:
         f"{_sample(lengths[-1])}, {lengths[-1]['num_tokens']:,} scored tokens{fewer and f' ({fewer})'}; "
         f"95 % bootstrap intervals over {_units(lengths[-1])}."
     )
-    seeds = [len(run["runs"]) if "runs" in run else 1 for run in results]
-    differences = [run for run in results if "differences" in run]
-    if max(seeds) > 1:
-        caption += " Over several seeds: exp(mean loss), with the interval over these and seeds."
-    if differences:
-        base = differences[0]["baseline"]
-        caption += f" Differences: loss minus that of {base} on the same windows, in nats per token."
-    rows = [["", *["seeds"] * (max(seeds) > 1), *(str(each["length"]) for each in lengths)]]
-    for run, num_seeds in zip(results, seeds, strict=True):
-        of_run = [[run["name"], *(with_interval(each, "perplexity") for each in run["lengths"])]]
+    caption += _of_methods(results, "exp(mean loss)", "loss minus that of {} on the same windows, in nats per token")
+    rows = [["", *(str(each["length"]) for each in lengths)]]
+    for run in results:
+        rows.append([_in_table(run), *(with_interval(each, "perplexity") for each in run["lengths"])])
         if all("num_bytes" in each and each["num_bytes"] > each["num_tokens"] for each in run["lengths"]):
-            of_run.append(
-                [f"{run['name']}, bits per byte", *(f"{each['bits_per_byte']:.4f}" for each in run["lengths"])]
-            )
+            rows.append([f"{run['name']}, bits per byte", *(f"{each['bits_per_byte']:.4f}" for each in run["lengths"])])
         if "differences" in run:
             cells = (with_interval(each, "nats", "+.3f") for each in run["differences"])
-            of_run.append([f"{run['name']} - {run['baseline']}, nats", *cells])
-        rows += [[first, *[str(num_seeds)] * (max(seeds) > 1), *cells] for first, *cells in of_run]
+            rows.append([f"{run['name']} - {run['baseline']}, nats", *cells])
     ylabel = "perplexity of all tokens" if "stride" in results[0] else f"perplexity of the last {last_tokens} tokens"
-    figure = Figure(figsize=(6.4, 6.4 if differences else 4.0), layout="constrained")
-    axes, *below = figure.subplots(2 if differences else 1, sharex=True, squeeze=False)[:, 0]
+    figure, axes, below = _panels(results)
     plot_by_length(axes, results, "lengths", "perplexity", ylabel)
     perplexities = only_drawn(each["perplexity"] for run in results for each in run["lengths"])
     if perplexities and max(perplexities) > LOG_FROM * min(perplexities):
         log_axis(axes)
     for panel in below:
-        label = f"loss minus that of {differences[0]['baseline']} (nats)"
-        plot_by_length(panel, results, "differences", "nats", label)
-        panel.axhline(0, color="gray", linewidth=1, zorder=1.9)
-        axes.set_xlabel("")
+        plot_by_length(panel, results, "differences", "nats", f"loss minus that of\n{_baseline(results)} (nats)")
     for panel in (axes, *below):
         mark_train_lengths(panel, [run["train_length"] for run in results])
     add_legend(figure)
@@ -84,20 +71,27 @@ def delta_table(results: Results) -> Table:
         f"{_sample(longest)}, {longest['num_tokens']:,} scored tokens, the same at every N; "
         f"95 % bootstrap intervals of the difference over {_units(longest)}."
     )
-    rows = [["", *(run["name"] for run in results)]]
-    for deltas in zip(*(run["deltas"] for run in results), strict=True):
-        length = deltas[0]["length"]
+    caption += _of_methods(results, "P = exp(mean loss)", "ΔP minus that of {} on the same windows")
+    compared = [run for run in results if "differences" in run]
+    rows = [["", *map(_in_table, results), *(f"{run['name']} - {run['baseline']}" for run in compared)]]
+    for at, deltas in enumerate(zip(*(run["deltas"] for run in results), strict=True)):
+        length, unused = deltas[0]["length"], [""] * len(compared)
+        differences = (with_interval(run["differences"][at], "delta", "+.2f") for run in compared)
         rows += [
-            [f"P({length})", *(number(each["full"]) for each in deltas)],
-            [f"P({length}, local)", *(number(each["local"]) for each in deltas)],
-            [f"ΔP({length})", *(with_interval(each, "delta") for each in deltas)],
+            [f"P({length})", *(number(each["full"]) for each in deltas), *unused],
+            [f"P({length}, local)", *(number(each["local"]) for each in deltas), *unused],
+            [f"ΔP({length})", *(with_interval(each, "delta") for each in deltas), *differences],
         ]
-    ylabel = f"ΔP of the last {train_length} tokens (> 0: context helps)"
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-    axes = figure.subplots()
-    plot_by_length(axes, results, "deltas", "delta", ylabel)
-    if max(map(abs, only_drawn(each["delta"] for run in results for each in run["deltas"])), default=0) > 10:
-        axes.set_yscale("symlog", linthresh=1)  # a model that breaks would flatten the others
+    figure, axes, below = _panels(results)
+    plot_by_length(axes, results, "deltas", "delta", "ΔP (> 0: context helps)")
+    for panel in below:
+        plot_by_length(panel, results, "differences", "delta", f"ΔP minus that of\n{_baseline(results)}")
+    for panel, name in zip((axes, *below), ("deltas", "differences"), strict=False):
+        if (
+            max(map(abs, only_drawn(each["delta"] for run in results if name in run for each in run[name])), default=0)
+            > 10
+        ):
+            panel.set_yscale("symlog", linthresh=1)  # a model that breaks would flatten the others
     axes.axhline(0, color="gray", linewidth=1, zorder=1.9)  # below the curves
     add_legend(figure)
     return Table(caption, rows, figure)
@@ -111,26 +105,62 @@ def positions_table(results: Results) -> Table:
         f"tokens. {_sample(first)}, {first['num_windows'] * first['length']:,} scored tokens. A model breaks where its "
         f"smoothed loss is more than {first['margin_nats']} nats above that around the train length (T/2..T)."
     )
+    caption += _of_methods(results, "mean loss", "loss minus that of {} on the same windows, with 95 % intervals")
     rows = [["", "around the train length", f"{first['length'] // 2}..{first['length']}", "breaks at"]]
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-    axes = figure.subplots()
+    figure, axes, below = _panels(results)
     for run, style in zip(results, styles_for(results), strict=True):
         found = run["positions"]
         bins, breaks_at = found["bins"], found["breaks_at"]
         losses = f"{found['reference_nats']:.3f}", f"{found['last_octave_nats']:.3f}"
-        rows.append([run["name"], *losses, "-" if breaks_at is None else str(breaks_at)])
+        rows.append([_in_table(run), *losses, "-" if breaks_at is None else str(breaks_at)])
         last = [each["last"] for each in bins]
         color, smoothed = style["color"], [each["smoothed_nats"] for each in bins]
         axes.plot(last, smoothed, label=escaped(run["name"]), **style, markevery=BINS_PER_OCTAVE)
         axes.plot(last, [each["nll_nats"] for each in bins], ".", color=color, markersize=3, alpha=0.35)
         for broken in (each for each in bins if each["first"] == breaks_at):
             axes.plot(broken["last"], broken["smoothed_nats"], "x", color=color, markersize=11, markeredgewidth=3)
-    axes.set_xlabel("position in the window (tokens)")
+        if "differences" in run:
+            *differences, reference, last_octave = run["differences"]
+            cells = (with_interval(each, "nats", "+.3f") for each in (reference, last_octave))
+            rows.append([f"{run['name']} - {run['baseline']}", *cells, ""])
+            for panel in below:
+                _curve(panel, last, differences, "nats", run["name"], style | {"markevery": BINS_PER_OCTAVE})
     axes.set_ylabel("loss (nats)")
-    lengths_axis(axes, [2**octave for octave in range(first["length"].bit_length())])
-    mark_train_lengths(axes, [run["train_length"] for run in results])
+    for panel in below:
+        panel.set_ylabel(f"loss minus that of\n{_baseline(results)} (nats)")
+    for panel in (axes, *below):
+        lengths_axis(panel, [2**octave for octave in range(first["length"].bit_length())])
+        mark_train_lengths(panel, [run["train_length"] for run in results])
+    (axes, *below)[-1].set_xlabel("position in the window (tokens)")
     add_legend(figure)
     return Table(caption, rows, figure)
+
+
+def _of_methods(results: Results, mean: str, difference: str) -> str:
+    """Return what a caption says of seeds and of differences from the baseline, if there are any."""
+    over = f" Over several seeds: {mean}, with the interval over these and seeds."
+    differences = f" Differences: {difference.format(_baseline(results))}."
+    return over * any("seeds)" in _in_table(run) for run in results) + differences * bool(_baseline(results))
+
+
+def _in_table(run: dict[str, Any]) -> str:
+    """Return the name of a method in a table, with the number of its seeds if there are several."""
+    seeds = len(run["runs"]) if "runs" in run else 1
+    return run["name"] + f" ({seeds} seeds)" * (seeds > 1)
+
+
+def _baseline(results: Results) -> str:
+    return next((run["baseline"] for run in results if "differences" in run), "")
+
+
+def _panels(results: Results) -> tuple[Figure, Axes, list[Axes]]:
+    """Return a figure with its panel and, if there are differences from a baseline, one for them below it."""
+    num = 2 if _baseline(results) else 1
+    figure = Figure(figsize=(6.4, 1.6 + 2.4 * num), layout="constrained")
+    axes, *below = figure.subplots(num, sharex=True, squeeze=False)[:, 0]
+    for panel in below:
+        panel.axhline(0, color="gray", linewidth=1, zorder=1.9)  # below the curves
+    return figure, axes, below
 
 
 def _train_lengths(results: Results) -> str:
@@ -151,11 +181,17 @@ def plot_by_length(axes: Axes, results: Results, name: str, field: str, ylabel: 
     lengths = [each["length"] for each in next(run[name] for run in results if name in run)]
     for run, style in zip(results, styles_for(results), strict=True):
         if name in run:
-            axes.plot(lengths, drawn(each[field] for each in run[name]), label=escaped(run["name"]), **style)
-            band(axes, lengths, [(each["low"], each["high"]) for each in run[name]], style["color"])
+            _curve(axes, lengths, run[name], field, run["name"], style)
     axes.set_xlabel("sequence length N (tokens)")
     axes.set_ylabel(ylabel)
+    axes.label_outer()
     lengths_axis(axes, lengths)
+
+
+def _curve(axes: Axes, x: Sequence[int], values: Results, field: str, name: str, style: dict[str, Any]) -> None:
+    """Draw the field of the values against x, with its intervals."""
+    axes.plot(x, drawn(each[field] for each in values), label=escaped(name), **style)
+    band(axes, x, [(each["low"], each["high"]) for each in values], style["color"])
 
 
 # ---- accuracy
@@ -185,7 +221,7 @@ def accuracy_table(results: Results) -> Table:
     for run in results:
         at = {result["length"]: percent(result["accuracy"]) for result in run["lengths"]}
         means = [percent(run["trained"]), percent(run["score"])]
-        rows.append([run["name"], *(run[name] for name in task), *means, *(at[length] for length in shown)])
+        rows.append([_in_table(run), *(run[name] for name in task), *means, *(at[length] for length in shown)])
         if "differences" in run:
             differences = {each["mean"]: in_percent(each) for each in run["differences"]}
             cells = [
@@ -203,6 +239,7 @@ def accuracy_table(results: Results) -> Table:
         f"> {train_length}, the score: mean over {len(beyond)} lengths{span}. Chance: "
         f"{', '.join(f'{percent(chance)} ({task})' for task, chance in chances.items())}."
     )
+    caption += _of_methods(results, "mean accuracy", "mean accuracy minus that of {}, over the same lengths")
     return Table(caption, rows, plot_accuracies(results))
 
 
@@ -271,6 +308,10 @@ def add_legend(figure: Figure) -> None:
         label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     columns = max(1, int(13 * figure.get_figwidth() / (max(map(len, handles)) + 7)))  # 13 letters an inch
+    rows = -(-len(handles) // columns)
+    figure.set_figheight(
+        figure.get_figheight() + 0.19 * max(0, rows - 2)
+    )  # a long legend takes no room from the panels
     figure.legend(
         list(handles.values()),
         list(handles),
@@ -314,19 +355,13 @@ def mark_train_lengths(axes: Axes, lengths: Sequence[int]) -> None:
 
 # ---- reports
 
-TABLES = {
-    "lengths": (compare_perplexities, perplexity_table),
-    "delta": (label_runs, delta_table),
-    "positions": (label_runs, positions_table),
-    "accuracy": (compare_accuracies, accuracy_table),
-}
+TABLES = {"lengths": perplexity_table, "delta": delta_table, "positions": positions_table, "accuracy": accuracy_table}
 
 
 def table_of(stem: str, runs: Results, options: Options) -> tuple[Results, Table]:
     """Return the results that are shown in place of the runs, and their table and figure."""
-    compare, make = TABLES[stem]
-    shown = compare(runs, options)
-    table = make(shown)
+    shown = compare(stem, runs, options)
+    table = TABLES[stem](shown)
     if "bos" in runs[0] and runs[0]["bos"] is not None and "stride" not in runs[0]:
         table = table._replace(caption=f"{table.caption} The first token of each sequence is {runs[0]['bos']}.")
     return shown, table
@@ -336,8 +371,16 @@ def save(stem: str, directory: epath.PathLike, runs: list[dict[str, Any]], optio
     """Write the report of an evaluation; `methods` of its JSON are seeds taken together, and differences."""
     shown, table = table_of(stem, runs, options)
     is_compared = any("runs" in each and (len(each["runs"]) > 1 or "differences" in each) for each in shown)
-    content = {"runs": runs} | ({"methods": shown} if is_compared else {})
+    content = {"runs": runs} | ({"methods": _without_windows(shown)} if is_compared else {})
     return report.save(stem, directory, content, *table, options.format)
+
+
+def _without_windows(value: Any) -> Any:
+    """Return nested dicts and lists without the numbers of each window, which are in the results of the runs."""
+    if isinstance(value, dict):
+        names = [name for name in value if name != "documents" and not name.startswith("window_")]
+        return {name: _without_windows(value[name]) for name in names}
+    return list(map(_without_windows, value)) if isinstance(value, list) else value
 
 
 def redraw(file: epath.Path, options: Options, output: epath.Path | None) -> ReportPaths:

@@ -25,10 +25,11 @@ class Options:
     format: tuple[str, ...] = flag((), "Further files: csv, md with the table; pdf, svg with the figure of the png.")
     baseline: str | None = flag(
         None,
-        "Run to which the others are compared by paired differences: in nats, on the same windows, at each length.",
+        "Run to which the others are compared by paired differences on the same windows: of the loss in nats (with "
+        "--protocol=delta, of ΔP), at each length or position.",
     )
     group_seeds: bool = flag(True, "Show runs whose configs differ only in seeds as one method: mean and interval.")
-    labels: tuple[str, ...] = flag((), "Names of runs in table and figure: run=Name,other=Another name.")
+    labels: tuple[str, ...] = flag((), "Names of runs or methods in table and figure: run=Name,other=Another name.")
     # Of language models.
     last_tokens: int | None = flag(None, "Scored tokens of a sequence; that of the run's config if unset.")
     max_windows: int | None = flag(None, "Maximum number of scored sequences; that of the run's config if unset.")

@@ -102,7 +102,7 @@ def evaluate(
     """Evaluate one checkpoint of every workdir, print a comparison and write it: `lengths.*`, `delta.*`, `positions.*`.
 
     Args:
-        workdirs: run directories with different names.
+        workdirs: run directories.
         options: what to measure.
         mesh: mesh of the devices; by default sequences are spread over all. With `context`, devices share a sequence.
         output: directory of the results; by default the workdir, or the longest path common to all workdirs.
@@ -116,8 +116,6 @@ def evaluate(
     protocol, last_tokens = PROTOCOLS[options.protocol], options.last_tokens
     allowed = f"must not be given with --protocol={options.protocol}, which has its own number of scored tokens"
     require(last_tokens is None or protocol.windows is as_configured, "last_tokens", last_tokens, allowed)
-    allowed = "must not be given with --protocol"
-    require(options.baseline is None or protocol.stem == "lengths", "baseline", options.baseline, allowed)
     models = read_models(RunConfig, workdirs, options, mesh, "lengths", "last_tokens", "max_windows")
     if options.stride is not None:
         require(protocol.windows is as_configured, "stride", options.stride, "must not be given with --protocol")

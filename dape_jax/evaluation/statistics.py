@@ -12,49 +12,65 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float64, Int
+from jaxtyping import Float64, Int, Num
 
 BINS_PER_OCTAVE = 16
 SMOOTHED_OCTAVES = 0.25
 MARGIN_NATS = 0.1
+WINDOW_DIGITS = 5  # of the nll of a window in a bin, of which there are many
 
 Documents = Int[np.ndarray, "windows"]  # the document of each window
+Statistic = Callable[..., Any]  # of sums and numbers of tokens, with a row for each document, and of their `axis`
 
 
-def bootstrap_interval(documents: Documents, sums: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray]) -> Any:
+def bootstrap_interval(documents: Documents, sums: tuple[np.ndarray, ...], statistic: Statistic) -> Any:
     """Return the ends of a statistic's 95 % bootstrap interval over documents, as numbers or lists, or (None, None)."""
-    found = _bootstrap(documents, sums, statistic)
-    return (None, None) if found is None else (each.tolist() for each in found.confidence_interval)
+    return over_seeds(documents, tuple(each[None] for each in sums[:-1]), sums[-1], statistic)[1:]
 
 
-def mean_over_seeds(
-    documents: Documents, nats: Float64[np.ndarray, "seeds windows"], tokens: Int[np.ndarray, "windows"]
-) -> tuple[float, float | None, float | None]:
-    """Return the mean over seeds of nats per token, and its 95 % interval over documents and seeds, or None.
+def over_seeds(
+    documents: Documents,
+    sums: tuple[Num[np.ndarray, "seeds windows ..."], ...],
+    tokens: Num[np.ndarray, "windows ..."],
+    statistic: Statistic,
+) -> tuple[Any, Any, Any]:
+    """Return a statistic of the mean sums over seeds and the ends of its 95 % interval over documents and seeds.
 
-    Draw b of the bootstrap is loss(documents of b) + t_b s / sqrt(n), for n seeds: s is the standard deviation of their
-    losses, and t_b is drawn from Student's t distribution with n - 1 degrees of freedom. One seed has the interval over
-    documents. Of differences, `nats` are the paired differences of each window.
+    Draw b of the bootstrap is statistic(documents of b) + t_b s / sqrt(n), for n seeds: s is the standard deviation of
+    their statistics, and t_b is drawn from Student's t distribution with n - 1 degrees of freedom. One seed has the
+    interval over documents. The ends are None with a single window.
     """
-    found, losses, num = _bootstrap(documents, (nats.mean(axis=0), tokens), ratio_of_sums), nats.sum(axis=1), len(nats)
-    losses = losses / tokens.sum()
-    if found is None:
-        return float(losses.mean()), None, None
-    drawn = found.bootstrap_distribution
-    if num > 1:
-        with np.errstate(invalid="ignore"):  # a seed that diverged: NaN
-            error = losses.std(ddof=1) / math.sqrt(num)
-            drawn = drawn + np.random.default_rng(0).standard_t(num - 1, len(drawn)) * error
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    return float(losses.mean()), float(low), float(high)
+    means, num = (*(each.mean(axis=0) for each in sums), tokens), len(sums[0])
+    with np.errstate(over="ignore", invalid="ignore"):  # a seed that diverged: NaN
+        value = np.asarray(statistic(*means, axis=0)).tolist()
+        found = _bootstrap(documents, means, statistic)
+        if found is None:
+            return value, None, None
+        low, high = found.confidence_interval
+        if num > 1:
+            of_seeds = [statistic(*(each[seed] for each in sums), tokens, axis=0) for seed in range(num)]
+            error = np.std(of_seeds, axis=0, ddof=1) / math.sqrt(num)
+            t = np.random.default_rng(0).standard_t(num - 1, found.bootstrap_distribution.shape[-1])
+            low, high = np.quantile(found.bootstrap_distribution + t * error[..., None], [0.025, 0.975], axis=-1)
+    return value, low.tolist(), high.tolist()
 
 
-def _bootstrap(documents: Documents, sums: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray]) -> Any:
+def difference_of(statistic: Statistic) -> Statistic:
+    """Return the statistic of paired sums: of the first half of the sums, minus that of the second half."""
+
+    def difference(*sums_and_tokens: np.ndarray, axis: int) -> Any:
+        *sums, tokens = sums_and_tokens
+        ours, others = sums[: len(sums) // 2], sums[len(sums) // 2 :]
+        return statistic(*ours, tokens, axis=axis) - statistic(*others, tokens, axis=axis)
+
+    return difference
+
+
+def _bootstrap(documents: Documents, sums: tuple[np.ndarray, ...], statistic: Statistic) -> Any:
     """Return scipy's result of a bootstrap over documents, or None with a single window.
 
     Whole documents are drawn, because the windows of a document are not independent; of a single document, windows are
-    drawn, for lack of better units. All sums are taken of the same
-    draw, so that paired values stay paired.
+    drawn, for lack of better units. All sums are taken of the same draw, so that paired values stay paired.
 
     Args:
         documents: the document of each row of the sums.
@@ -89,7 +105,7 @@ def _bootstrap(documents: Documents, sums: tuple[np.ndarray, ...], statistic: Ca
         )
 
 
-def ratio_of_sums(sums: np.ndarray, counts: np.ndarray, axis: int) -> np.ndarray:
+def ratio_of_sums(sums: np.ndarray, counts: np.ndarray, axis: int) -> Any:
     """Return sum(sums) / sum(counts), a statistic for `bootstrap_interval`."""
     return sums.sum(axis) / counts.sum(axis)
 
@@ -102,8 +118,13 @@ def perplexity_of(loss_nats: float) -> float:
         return math.inf
 
 
-def _perplexity(nll: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
+def _perplexity(nll: np.ndarray, tokens: np.ndarray, axis: int) -> Any:
     return np.exp(nll.sum(axis) / tokens.sum(axis))
+
+
+def gain(local: np.ndarray, full: np.ndarray, tokens: np.ndarray, axis: int) -> Any:
+    """Return the gain from context, a statistic for `over_seeds`; see `delta_result`."""
+    return _perplexity(local, tokens, axis) - _perplexity(full, tokens, axis)
 
 
 def lengths_of(documents: Documents, nll_by_length: dict[int, np.ndarray], train_length: int) -> dict[str, Any]:
@@ -114,16 +135,17 @@ def lengths_of(documents: Documents, nll_by_length: dict[int, np.ndarray], train
 
 def deltas_of(documents: Documents, nll_by_length: dict[int, np.ndarray], train_length: int) -> dict[str, Any]:
     """Return the perplexities of one model, and its gain from context at every length above the train length."""
-    local = nll_by_length[train_length]
-    longer = {length: nll for length, nll in nll_by_length.items() if length > train_length}
-    deltas = [delta_result(length, documents, local, nll) for length, nll in longer.items()]
+    sums = {length: nll.sum(axis=1)[None] for length, nll in nll_by_length.items()}
+    tokens, local = np.full(*nll_by_length[train_length].shape), sums[train_length]
+    longer = [length for length in sums if length > train_length]
+    deltas = [delta_result(length, documents, local, sums[length], tokens) for length in longer]
     return lengths_of(documents, nll_by_length, train_length) | {"deltas": deltas}
 
 
 def positions_of(documents: Documents, nll_by_length: dict[int, np.ndarray], train_length: int) -> dict[str, Any]:
     """Return the loss by position of one model in the windows of the only length."""
     (nll,) = nll_by_length.values()
-    return {"positions": positions_result(documents, nll, train_length)}
+    return {"documents": documents.tolist(), "positions": positions_result(documents, nll, train_length)}
 
 
 def length_result(length: int, documents: Documents, nll: Float64[np.ndarray, "windows scored"]) -> dict[str, Any]:
@@ -156,21 +178,17 @@ def bits_per_byte(nll_nats: float, num_bytes: int) -> dict[str, Any]:
 def delta_result(
     length: int,
     documents: Documents,
-    local: Float64[np.ndarray, "windows scored"],
-    full: Float64[np.ndarray, "windows scored"],
+    local: Float64[np.ndarray, "seeds windows"],
+    full: Float64[np.ndarray, "seeds windows"],
+    tokens: Int[np.ndarray, "windows"],
 ) -> dict[str, Any]:
     """Return the gain from the context before the last T_train tokens at one length N, with its interval.
 
     `local` is the nll in nats of the last T_train tokens of every window, given only those tokens; `full` that of the
-    same tokens, given all N.
+    same tokens, given all N. Over several seeds, perplexities are exp(mean loss).
     """
-    local_nll, full_nll, tokens = local.sum(axis=1), full.sum(axis=1), np.full(*local.shape)
-
-    def gain(local: np.ndarray, full: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
-        return _perplexity(local, tokens, axis) - _perplexity(full, tokens, axis)
-
-    low, high = bootstrap_interval(documents, (local_nll, full_nll, tokens), gain)
-    local_perplexity, full_perplexity = (perplexity_of(nll.sum() / tokens.sum()) for nll in (local_nll, full_nll))
+    _, low, high = over_seeds(documents, (local, full), tokens, gain)
+    local_perplexity, full_perplexity = (perplexity_of(nll.mean(axis=0).sum() / tokens.sum()) for nll in (local, full))
     return {
         "length": length,
         "local": local_perplexity,
@@ -198,50 +216,74 @@ def positions_result(
 
         1 | 2 | .. | 25 | 26 | 27 28 | 29 | 30 | 31 32 | 33 | 34 | 35 36 | 37 38 | 39 | 40 41 | ..
 
-    A single bin is noisy, because it is one place of every window. The curve is therefore smoothed: its value at a bin
-    is the mean over all targets of the bins that end within `SMOOTHED_OCTAVES` on either side.
-
-    A model breaks at the first bin beyond the train length where the smoothed loss exceeds the loss around the train
-    length (the mean over positions from T_train / 2 to T_train) by more than `MARGIN_NATS`, and where the 95 %
-    bootstrap interval of that excess over documents is above 0, so that noise is not taken for a break. It also breaks
-    at a bin whose excess is NaN.
-
-    `nll_of_windows` is the nll in nats of every target.
+    `nll_of_windows` is the nll in nats of every target. `window_nats` of a bin has that of each window, rounded.
     """
-    num_windows, length = nll_of_windows.shape
-    ends = bin_ends(length)
-    starts = np.append(0, ends[:-1])
-    nll = np.add.reduceat(nll_of_windows, starts, axis=1)
-    tokens = np.tile(ends - starts, (num_windows, 1))
+    ends = bin_ends(nll_of_windows.shape[1])
+    nll = np.add.reduceat(nll_of_windows, np.append(0, ends[:-1]), axis=1)
+    result = bins_result(documents, nll[None], ends, train_length)
+    for each, of_bin in zip(result["bins"], nll.T, strict=True):
+        each["window_nats"] = of_bin.round(WINDOW_DIGITS).tolist()
+    return result
 
-    octaves = np.log2(ends)
-    is_near = np.abs(octaves[:, None] - octaves) <= SMOOTHED_OCTAVES + 1e-9
+
+def levels(ends: Int[np.ndarray, "bins"], train_length: int) -> Statistic:
+    """Return the statistic of the smoothed loss at every bin, then of the reference and the last octave's mean loss.
+
+    A single bin is noisy, because it is one place of every window. The curve is therefore smoothed: its value at a bin
+    is the mean over all targets of the bins that end within `SMOOTHED_OCTAVES` on either side. The reference is the
+    loss around the train length, the mean over positions from T_train / 2 to T_train.
+    """
+    starts, octaves, length = np.append(0, ends[:-1]), np.log2(ends), ends[-1]
     reference_length = min(train_length, length)
-    is_reference = ((starts >= reference_length // 2) & (ends <= reference_length))[None]
-    is_last_octave = (starts >= length // 2)[None]
+    is_chosen = np.vstack(
+        [
+            np.abs(octaves[:, None] - octaves) <= SMOOTHED_OCTAVES + 1e-9,
+            (starts >= reference_length // 2) & (ends <= reference_length),
+            starts >= length // 2,
+        ]
+    )
 
-    def mean(nll: np.ndarray, tokens: np.ndarray, is_chosen: np.ndarray) -> np.ndarray:
-        """Return the mean over the chosen bins; the first axis of `nll` and `tokens` is bins."""
+    def means(nll: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
+        """Return the means over the chosen bins; bins are the first axis of the sums, and the means of the result."""
+        nll, tokens = nll.sum(axis), tokens.sum(axis)
         is_finite = np.isfinite(nll)
         total = is_chosen @ np.where(is_finite, nll, 0)  # 0 * NaN of a bin that is not chosen would be NaN
         return np.where(is_chosen @ ~is_finite, np.nan, total) / (is_chosen @ tokens)
 
-    def excess(nll: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
-        nll, tokens = nll.sum(axis), tokens.sum(axis)
-        return mean(nll, tokens, is_near) - mean(nll, tokens, is_reference)
+    return means
 
-    low, high = bootstrap_interval(documents, (nll, tokens), excess)
-    excess_nats = excess(nll, tokens, 0)
-    nll, tokens = nll.sum(0), tokens.sum(0)
-    smoothed_nats = mean(nll, tokens, is_near)
-    is_above = excess_nats > MARGIN_NATS
+
+def bins_result(
+    documents: Documents,
+    nll: Float64[np.ndarray, "seeds windows bins"],
+    ends: Int[np.ndarray, "bins"],
+    train_length: int,
+) -> dict[str, Any]:
+    """Return the loss by position of the seeds of one method, from the nll in nats of every bin, and where it breaks.
+
+    A model breaks at the first bin beyond the train length where the smoothed loss exceeds the reference (see `levels`)
+    by more than `MARGIN_NATS`, and where the 95 % interval of that excess is above 0, so that noise is not taken for a
+    break. It also breaks at a bin whose excess is NaN.
+    """
+    starts, statistic, num_windows = np.append(0, ends[:-1]), levels(ends, train_length), nll.shape[1]
+    tokens = np.tile(ends - starts, (num_windows, 1))
+
+    def excess(nll: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
+        means = statistic(nll, tokens, axis)
+        return means[:-2] - means[-2]
+
+    excess_nats, low, high = over_seeds(documents, (nll,), tokens, excess)
+    total, each_bin = nll.mean(axis=0), tokens.sum(0)
+    *smoothed_nats, reference_nats, last_octave_nats = statistic(total, tokens, 0).tolist()
+    total = total.sum(0)
+    is_above = np.array(excess_nats) > MARGIN_NATS
     if low is not None:
         is_above &= np.array(low) > 0
     is_broken = (starts >= train_length) & (is_above | np.isnan(excess_nats))
     return {
-        "length": length,
-        "reference_nats": float(mean(nll, tokens, is_reference)[0]),  # mean loss around the train length
-        "last_octave_nats": float(mean(nll, tokens, is_last_octave)[0]),  # mean loss from length / 2 to length
+        "length": int(ends[-1]),
+        "reference_nats": reference_nats,  # mean loss around the train length
+        "last_octave_nats": last_octave_nats,  # mean loss from length / 2 to length
         "breaks_at": int(starts[np.argmax(is_broken)]) + 1 if is_broken.any() else None,
         "margin_nats": MARGIN_NATS,
         "num_windows": num_windows,
@@ -250,10 +292,10 @@ def positions_result(
             {
                 "first": int(starts[i]) + 1,
                 "last": int(ends[i]),
-                "nll_nats": float(nll[i] / tokens[i]),
-                "num_tokens": int(tokens[i]),
-                "smoothed_nats": float(smoothed_nats[i]),
-                "excess_nats": float(excess_nats[i]),  # smoothed_nats minus reference_nats, with its interval
+                "nll_nats": float(total[i] / each_bin[i]),
+                "num_tokens": int(each_bin[i]),
+                "smoothed_nats": smoothed_nats[i],
+                "excess_nats": excess_nats[i],  # smoothed_nats minus reference_nats, with its interval
                 "excess_low": None if low is None else low[i],
                 "excess_high": None if high is None else high[i],
             }

@@ -5,6 +5,7 @@ are never written here. Next: `programs.py`.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
@@ -39,11 +40,12 @@ class TrainedModel(Generic[AnyRunConfig]):
     run: AnyRunConfig  # config of the training run, with the evaluation fields that the caller overrides
     data_digest: str  # of the training corpus, or of the task's strings
     mesh: MeshConfig  # over the devices of this machine, independent of the mesh of the training run
+    name_parts: int = 1  # last parts of the workdir's absolute path that are the name; see `named_apart`
 
     @property
     def name(self) -> str:
-        """Return the last part of the workdir's absolute path, which names the model in tables and figures."""
-        return absolute(self.workdir).name
+        """Return the last parts of the workdir's absolute path, which name the model in tables and figures."""
+        return "/".join(absolute(self.workdir).parts[-self.name_parts :])
 
     @property
     def label(self) -> str:
@@ -112,24 +114,38 @@ def read_models(
     mesh: MeshConfig | None,
     *overrides: str,
 ) -> list[TrainedModel[AnyRunConfig]]:
-    """Read the descriptions of the models to compare, whose labels must differ.
+    """Read the descriptions of the models to compare, with different labels.
 
     The options named by `overrides` replace the config's evaluation field of that name, where they are given.
 
     Raises:
-        InputError: there are no workdirs, two labels are equal, or a model cannot be read.
+        InputError: there are no workdirs, two are the same, or a model cannot be read.
     """
     require(bool(workdirs), "workdir", [], "must have at least one directory")
     given = {field: getattr(options, field) for field in overrides if getattr(options, field) not in (None, ())}
     models = [read_trained(workdir, options.step, given, mesh, config) for workdir in workdirs]
-    require_different_names(models, "workdir")
-    return models
+    return named_apart(models, "workdir")
 
 
-def require_different_names(models: Sequence[TrainedModel], field: str) -> None:
-    """Raise `InputError` if two models would have the same label in a table; `field` is the setting to name."""
-    labels = [model.label for model in models]
-    require(len(set(labels)) == len(labels), field, labels, "must have different names")
+def named_apart(models: Sequence[TrainedModel[AnyRunConfig]], field: str) -> list[TrainedModel[AnyRunConfig]]:
+    """Return the models with different labels, from as few last parts of their workdirs below the common directory.
+
+    For runs/kerple/seed0, runs/dape/seed0 and runs/fire: kerple/seed0, dape/seed0 and fire.
+
+    Raises:
+        InputError: two workdirs are the same; `field` is the setting to name.
+    """
+    paths = [absolute(model.workdir).parts for model in models]
+    columns = zip(*(path[:-1] for path in paths), strict=False)
+    common = list(itertools.takewhile(lambda parts: len(set(parts)) == 1, columns))
+    below = [len(path) - len(common) for path in paths]
+    for num in range(1, max(below) + 1):
+        named = [
+            dataclasses.replace(model, name_parts=min(num, most)) for model, most in zip(models, below, strict=True)
+        ]
+        if len({model.label for model in named}) == len(models):
+            return named
+    raise InputError(f"{field} = {[str(model.workdir) for model in models]}: must be different directories")
 
 
 def require_same(models: Sequence[TrainedModel], *fields: str) -> None:
