@@ -2,8 +2,9 @@
 
 In: a config. Out: the `model` section of a run's config, and a `Tensor` for each parameter. Next: `load.py`.
 
-To add a family, write a function from `Fields` to a `Family` and add a line to `FAMILIES`. A field that the function
-does not read must be `HARMLESS`; all other fields, which could change the result, raise `InputError`.
+To add a family, write a function from `Fields` to a `Family`, usually by `_decoder`, and add a line to `FAMILIES`. A
+field that the function does not read must be `HARMLESS`; all other fields, which could change the result, raise
+`InputError`.
 """
 
 import dataclasses
@@ -119,6 +120,65 @@ class Tensor:
         return None if self.name is None else self.name.format(layer=layer)
 
 
+class Tensors(dict[str, Tensor]):
+    """Tensors by the path of our parameter. The letters at the end of a path name its dims.
+
+    Args:
+        sizes: size of each letter.
+    """
+
+    def __init__(self, **sizes: int):
+        super().__init__()
+        self.sizes = sizes
+
+    def _dims(self, letters: str) -> tuple[int, ...]:
+        return tuple(self.sizes[letter] for letter in letters)
+
+    def linear(
+        self,
+        ours: str,
+        theirs: str,
+        *,
+        bias: bool = False,
+        inputs: int = 1,
+        part: tuple[int, int] = (0, 1),
+        rows: tuple[int, int] | None = None,
+    ) -> None:
+        """Add the weight [outputs, inputs] of a linear map, which we transpose and split into heads, and its bias.
+
+        Args:
+            ours: path of our weight.
+            theirs: name in the checkpoint.
+            bias: whether there is a bias.
+            inputs: number of letters that are inputs, from the first.
+            part: index and number of parts, for a map that contains several of ours in each head.
+            rows: first row and number of rows, for a map that contains several of ours one after the other.
+        """
+        name, letters = ours.rsplit("_", 1)
+        outputs, (index, count) = self._dims(letters[inputs:]), part
+        num_rows, num_columns = math.prod(outputs), math.prod(self._dims(letters[:inputs]))
+
+        begin, total = (0, count * num_rows) if rows is None else rows
+
+        def of_part(x: np.ndarray) -> np.ndarray:
+            x = x[begin : begin + count * num_rows]
+            return x.reshape(outputs[0], count, -1, *x.shape[1:])[:, index].reshape(num_rows, *x.shape[1:])
+
+        shape = (total, num_columns)
+        self[ours] = Tensor(f"{theirs}.weight", shape, lambda x: of_part(x).T.reshape(self._dims(letters)))
+        if bias:
+            bias_name = f"{name}_bias_{letters[inputs:]}"
+            self[bias_name] = Tensor(f"{theirs}.bias", shape[:1], lambda x: of_part(x).reshape(outputs))
+
+    def norm(self, ours: str, theirs: str | None, *, bias: bool = False, size: str = "D", offset: float = 0.0) -> None:
+        """Add the scale of a norm, to which `offset` is added, and its bias; constants if `theirs` is None."""
+        weight, shift = (None, None) if theirs is None else (f"{theirs}.weight", f"{theirs}.bias")
+        shape = (math.prod(self._dims(size)),)
+        self[f"{ours}/scale"] = Tensor(weight, shape, lambda x: np.asarray(x, np.float32) + offset if offset else x)
+        if bias:
+            self[f"{ours}/bias"] = Tensor(shift, self._dims(size))
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """Model of a family.
@@ -131,7 +191,7 @@ class Family:
 
     model: dict[str, Any]
     max_length: int
-    tensors: dict[str, Tensor]
+    tensors: Tensors
 
 
 def family_of(config: dict[str, Any]) -> Family:
@@ -164,11 +224,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return text | {name: config[name] for name in shared if name in config}
 
 
-SIZES = {"num_layers": "num_hidden_layers", "width": "hidden_size", "num_heads": "num_attention_heads"}
-SIZES |= {"mlp_width": "intermediate_size", "vocab_size": "vocab_size"}
-
-
-def _sizes(fields: Fields, is_tied: bool = False, names: dict[str, str] = SIZES) -> dict[str, Any]:
+def _sizes(fields: Fields, is_tied: bool, names: dict[str, str]) -> dict[str, Any]:
     sizes = {ours: fields.take(theirs, int) for ours, theirs in names.items()}
     for ours, size in sizes.items():
         fields.check(size > 0, names[ours], "must be positive")
@@ -232,82 +288,16 @@ def _rotary(fields: Fields, max_length: int, base: float = 10_000.0, fraction: f
     return rotary
 
 
-class Tensors(dict[str, Tensor]):
-    """Tensors by the path of our parameter. The letters at the end of a path name its dims.
-
-    Args:
-        sizes: size of each letter.
-    """
-
-    def __init__(self, **sizes: int):
-        super().__init__()
-        self.sizes = sizes
-
-    def _dims(self, letters: str) -> tuple[int, ...]:
-        return tuple(self.sizes[letter] for letter in letters)
-
-    def linear(
-        self,
-        ours: str,
-        theirs: str,
-        *,
-        bias: bool = False,
-        inputs: int = 1,
-        part: tuple[int, int] = (0, 1),
-        rows: tuple[int, int] | None = None,
-    ) -> None:
-        """Add the weight [outputs, inputs] of a linear map, which we transpose and split into heads, and its bias.
-
-        Args:
-            ours: path of our weight.
-            theirs: name in the checkpoint.
-            bias: whether there is a bias.
-            inputs: number of letters that are inputs, from the first.
-            part: index and number of parts, for a map that contains several of ours in each head.
-            rows: first row and number of rows, for a map that contains several of ours one after the other.
-        """
-        name, letters = ours.rsplit("_", 1)
-        outputs, (index, count) = self._dims(letters[inputs:]), part
-        num_rows, num_columns = math.prod(outputs), math.prod(self._dims(letters[:inputs]))
-
-        begin, total = (0, count * num_rows) if rows is None else rows
-
-        def of_part(x: np.ndarray) -> np.ndarray:
-            x = x[begin : begin + count * num_rows]
-            return x.reshape(outputs[0], count, -1, *x.shape[1:])[:, index].reshape(num_rows, *x.shape[1:])
-
-        shape = (total, num_columns)
-        self[ours] = Tensor(f"{theirs}.weight", shape, lambda x: of_part(x).T.reshape(self._dims(letters)))
-        if bias:
-            bias_name = f"{name}_bias_{letters[inputs:]}"
-            self[bias_name] = Tensor(f"{theirs}.bias", shape[:1], lambda x: of_part(x).reshape(outputs))
-
-    def norm(self, ours: str, theirs: str | None, *, bias: bool = False, size: str = "D", offset: float = 0.0) -> None:
-        """Add the scale of a norm, to which `offset` is added, and its bias; constants if `theirs` is None."""
-        weight, shift = (None, None) if theirs is None else (f"{theirs}.weight", f"{theirs}.bias")
-        shape = (math.prod(self._dims(size)),)
-        self[f"{ours}/scale"] = Tensor(weight, shape, lambda x: np.asarray(x, np.float32) + offset if offset else x)
-        if bias:
-            self[f"{ours}/bias"] = Tensor(shift, self._dims(size))
-
-
 def _gpt_neox(fields: Fields) -> Family:
     """Map GPT-NeoX and Pythia: queries, keys and values of each head are one block of a fused projection."""
-    sizes = _sizes(fields)
-    D, H, F, V = (sizes[name] for name in ("width", "num_heads", "mlp_width", "vocab_size"))
-    fields.check(D % H == 0, "num_attention_heads", f"must divide hidden_size = {D}")
     has_bias = fields.take("attention_bias", bool, True)
-    max_length = fields.take("max_position_embeddings", int, 2048)
     # Old names of rope_theta and partial_rotary_factor.
     old_base, fraction = fields.take("rotary_emb_base", float, 10_000.0), fields.take("rotary_pct", float, 0.25)
     base = fields.take("rope_theta", float, old_base)
     is_one = base == old_base or "rotary_emb_base" not in fields.config
     fields.check(is_one, "rotary_emb_base", f"must be rope_theta = {base}, or missing")
-    model = {
-        **GPT_NEOX,
-        **sizes,
-        "num_kv_heads": H,
-        "head_dim": D // H,
+    max_length = fields.take("max_position_embeddings", int, 2048)
+    options = GPT_NEOX | {
         "parallel_residual": fields.take("use_parallel_residual", bool, True),
         "norm_epsilon": fields.take("layer_norm_eps", float, 1e-5),
         "activation": _activation(fields, "gelu"),
@@ -315,58 +305,44 @@ def _gpt_neox(fields: Fields) -> Family:
         "attention_output_bias": has_bias,
         "rotary": _rotary(fields, max_length, base, fraction),
     }
-    tensors, layer = Tensors(D=D, H=H, G=H, K=D // H, F=F, V=V), "gpt_neox.layers.{layer}."
-    tensors["embedding_VD"] = Tensor("gpt_neox.embed_in.weight", (V, D))
-    for index, name in enumerate(("query_DHK", "key_DGK", "value_DGK")):
+    layer = "gpt_neox.layers.{layer}."
+    names = {"layer": layer, "embedding": "gpt_neox.embed_in", "unembedding": "embed_out"}
+    names |= {"output": "attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
+    names |= {"norm": "gpt_neox.final_layer_norm"}
+    family = _decoder(fields, options, max_length=max_length, names=names)
+    for index, name in enumerate(QKV):
         fused = f"{layer}attention.query_key_value"
-        tensors.linear(f"layers/attention/{name}", fused, bias=has_bias, part=(index, 3))
-    tensors.linear("layers/attention/output_HKD", f"{layer}attention.dense", bias=has_bias, inputs=2)
-    tensors.linear("layers/mlp/up_DF", f"{layer}mlp.dense_h_to_4h", bias=True)
-    tensors.linear("layers/mlp/down_FD", f"{layer}mlp.dense_4h_to_h", bias=True)
-    tensors.norm("layers/attention_norm", f"{layer}input_layernorm", bias=True)
-    tensors.norm("layers/mlp_norm", f"{layer}post_attention_layernorm", bias=True)
-    tensors.norm("norm", "gpt_neox.final_layer_norm", bias=True)
-    if not sizes["tied_embeddings"]:
-        tensors.linear("unembedding_DV", "embed_out")
-    return Family(model, max_length, tensors)
+        family.tensors.linear(f"layers/attention/{name}", fused, bias=has_bias, part=(index, 3))
+    return family
 
 
 def _gpt2(fields: Fields) -> Family:
     """Map GPT-2: learned positions, fused queries, keys and values, and weights [inputs, outputs]."""
-    names = {"num_layers": "n_layer", "width": "n_embd", "num_heads": "n_head", "vocab_size": "vocab_size"}
-    sizes = _sizes(fields, True, names)
-    D, H, V = (sizes[name] for name in ("width", "num_heads", "vocab_size"))
-    fields.check(D % H == 0, "n_head", f"must divide n_embd = {D}")
-    F = fields.optional("n_inner", int) or 4 * D
     max_length = fields.take("n_positions", int, 1024)
     fields.check(fields.take("n_ctx", int, max_length) == max_length, "n_ctx", f"must be n_positions = {max_length}")
     fields.read.add("reorder_and_upcast_attn")  # only of computation in 16 bits
-    model = {
-        **GPT_NEOX,
-        **sizes,
-        **{"num_kv_heads": H, "head_dim": D // H, "mlp_width": F, "learned_positions": max_length},
+    sizes = {"num_layers": "n_layer", "width": "n_embd", "num_heads": "n_head", "vocab_size": "vocab_size"}
+    D = fields.take("n_embd", int)
+    options = GPT_NEOX | {
+        "mlp_width": fields.optional("n_inner", int) or 4 * D,
         "norm_epsilon": fields.take("layer_norm_epsilon", float, 1e-5),
         "activation": _activation(fields, "gelu_new", "activation_function"),
+        "tied_embeddings": True,
+        "learned_positions": max_length,
         "rotary": {"name": "none"},
     }
-    tensors, layer = Tensors(D=D, H=H, G=H, K=D // H, F=F, V=V, P=max_length), "transformer.h.{layer}."
-    for index, name in enumerate(("query_DHK", "key_DGK", "value_DGK")):
-        tensors.linear(f"layers/attention/{name}", f"{layer}attn.c_attn", bias=True, rows=(index * D, 3 * D))
-    tensors.linear("layers/attention/output_HKD", f"{layer}attn.c_proj", bias=True, inputs=2)
-    tensors.linear("layers/mlp/up_DF", f"{layer}mlp.c_fc", bias=True)
-    tensors.linear("layers/mlp/down_FD", f"{layer}mlp.c_proj", bias=True)
-    for path, tensor in tensors.items():
-        if len(tensor.shape) == 2:
+    layer = "transformer.h.{layer}."
+    names = {"layer": layer, "embedding": "transformer.wte", "norm": "transformer.ln_f", "output": "attn.c_proj"}
+    names |= {"up": "mlp.c_fc", "down": "mlp.c_proj", "attention_norm": "ln_1", "mlp_norm": "ln_2"}
+    family = _decoder(fields, options, max_length=max_length, names=names, sizes=sizes)
+    for index, name in enumerate(QKV):
+        family.tensors.linear(f"layers/attention/{name}", f"{layer}attn.c_attn", bias=True, rows=(index * D, 3 * D))
+    for path, tensor in family.tensors.items():
+        if path.startswith("layers/") and len(tensor.shape) == 2:
             convert = functools.partial(lambda convert, x: convert(x.T), tensor.convert)
-            tensors[path] = dataclasses.replace(tensor, shape=tensor.shape[::-1], convert=convert)
-    tensors["embedding_VD"] = Tensor("transformer.wte.weight", (V, D))
-    tensors["positions_PD"] = Tensor("transformer.wpe.weight", (max_length, D))
-    for ours, theirs in (("layers/attention_norm", "h.{layer}.ln_1"), ("layers/mlp_norm", "h.{layer}.ln_2")):
-        tensors.norm(ours, f"transformer.{theirs}", bias=True)
-    tensors.norm("norm", "transformer.ln_f", bias=True)
-    if not sizes["tied_embeddings"]:
-        tensors.linear("unembedding_DV", "lm_head")
-    return Family(model, max_length, tensors)
+            family.tensors[path] = dataclasses.replace(tensor, shape=tensor.shape[::-1], convert=convert)
+    family.tensors["positions_PD"] = Tensor("transformer.wpe.weight", (max_length, D))
+    return family
 
 
 def _llama(fields: Fields) -> Family:
@@ -493,9 +469,8 @@ def _phi3(fields: Fields) -> Family:
     family = _decoder(fields, options, fraction=1.0, max_length=4096)
     H, G, K, F = (family.model[name] for name in ("num_heads", "num_kv_heads", "head_dim", "mlp_width"))
     tensors, rows, begin = family.tensors, (H + 2 * G) * K, 0
-    assert isinstance(tensors, Tensors)
-    layer = "model.layers.{layer}."
-    for name, heads in (("query_DHK", H), ("key_DGK", G), ("value_DGK", G)):
+    layer = NAMES["layer"]
+    for name, heads in zip(QKV, (H, G, G), strict=True):
         tensors.linear(f"layers/attention/{name}", f"{layer}self_attn.qkv_proj", rows=(begin, rows))
         begin += heads * K
     for name, first in (("gate_DF", 0), ("up_DF", F)):
@@ -534,7 +509,6 @@ def _olmo(fields: Fields) -> Family:
     """Map OLMo 1: LayerNorms without parameters, for which we have ones and zeros."""
     options = LAYER_NORM | _biases(fields) | {"norm_epsilon": 1e-5}
     family = _decoder(fields, options, max_length=2048)
-    assert isinstance(family.tensors, Tensors)
     for name in ("layers/attention_norm", "layers/mlp_norm", "norm"):
         family.tensors.norm(name, None, bias=True, offset=1.0)
     return family
@@ -638,7 +612,11 @@ def _rotary_of_types(
 
 
 LAYER_NORM = {"norm": "layer_norm"}
-NAMES = {"output": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+SIZES = {"num_layers": "num_hidden_layers", "width": "hidden_size", "num_heads": "num_attention_heads"}
+SIZES |= {"mlp_width": "intermediate_size", "vocab_size": "vocab_size"}
+QKV = ("query_DHK", "key_DGK", "value_DGK")
+NAMES = {"layer": "model.layers.{layer}.", "embedding": "model.embed_tokens", "unembedding": "lm_head"}
+NAMES |= {"output": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
 NAMES |= {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "norm": "model.norm"}
 
 
@@ -654,8 +632,9 @@ def _decoder(
     fraction: float | None = None,
     norm_offset: float = 0.0,
     names: dict[str, str] | None = None,
+    sizes: dict[str, str] = SIZES,
 ) -> Family:
-    """Map a decoder whose tensors are named like Llama's.
+    """Map a decoder whose tensors are named like Llama's, or by `names`.
 
     Args:
         fields: the config.
@@ -668,14 +647,16 @@ def _decoder(
         fraction: default share of a head's dims that are rotated; None: all dims, in all models of the family.
         norm_offset: number that is added to the scale of norms.
         names: names of tensors that differ from `NAMES`.
+        sizes: names of the fields with the sizes.
     """
-    sizes, names = _sizes(fields, bool((LLAMA | options)["tied_embeddings"])), NAMES | (names or {})
-    D, H, F, V = (sizes[name] for name in ("width", "num_heads", "mlp_width", "vocab_size"))
+    names = NAMES | (names or {})
+    found = options | _sizes(fields, bool((LLAMA | options)["tied_embeddings"]), sizes)
+    D, H, F, V = (found[name] for name in ("width", "num_heads", "mlp_width", "vocab_size"))
     G = fields.optional("num_key_value_heads", int, missing=num_kv_heads)
     K = fields.optional("head_dim", int, missing=head_dim)
     G = H if G is None else G
     if K is None:
-        fields.check(D % H == 0, "num_attention_heads", f"must divide hidden_size = {D}")
+        fields.check(D % H == 0, sizes["num_heads"], f"must divide {sizes['width']} = {D}")
         K = D // H
     fields.check(G > 0 and H % G == 0, "num_key_value_heads", f"must divide num_attention_heads = {H}")
     max_length = fields.take("max_position_embeddings", int, max_length)
@@ -688,16 +669,15 @@ def _decoder(
         "norm_epsilon": fields.take(
             "layer_norm_eps" if is_centered else "rms_norm_eps", float, 1e-5 if is_centered else 1e-6
         ),
-        **options,
-        **sizes,
+        **found,
         "num_kv_heads": G,
         "head_dim": K,
     }
     if "rotary" not in options:
         model["rotary"] = _rotary(fields, max_length, base, share)
-    tensors, layer = Tensors(D=D, H=H, G=G, K=K, F=F, V=V), "model.layers.{layer}."
-    tensors["embedding_VD"] = Tensor("model.embed_tokens.weight", (V, D))
-    for ours, theirs in (("query_DHK", "q_proj"), ("key_DGK", "k_proj"), ("value_DGK", "v_proj")):
+    tensors, layer = Tensors(D=D, H=H, G=G, K=K, F=F, V=V), names["layer"]
+    tensors["embedding_VD"] = Tensor(f"{names['embedding']}.weight", (V, D))
+    for ours, theirs in zip(QKV, ("q_proj", "k_proj", "v_proj"), strict=True):
         tensors.linear(f"layers/attention/{ours}", f"{layer}self_attn.{theirs}", bias=model["projection_bias"])
     has_bias = model["attention_output_bias"]
     tensors.linear("layers/attention/output_HKD", f"{layer}{names['output']}", bias=has_bias, inputs=2)
@@ -714,7 +694,7 @@ def _decoder(
             tensors.norm(f"layers/{name}", f"{layer}{names[name]}", bias=is_centered, offset=norm_offset)
     tensors.norm("norm", names["norm"], bias=is_centered, offset=norm_offset)
     if not model["tied_embeddings"]:
-        tensors.linear("unembedding_DV", "lm_head", bias=False)
+        tensors.linear("unembedding_DV", names["unembedding"])
     if model["output_bias"]:
         tensors["output_bias_V"] = Tensor("lm_head.bias", (V,))
     return Family(model, max_length, tensors)
@@ -739,7 +719,7 @@ def _dape(fields: Fields) -> Family:
     model |= {"num_outputs": model["vocab_size"], "dropout": 0.0, "initializer": GPT_NEOX["initializer"]}
     computed = {"attention": {"name": "auto"}, "remat": "none", "dtype": "float32"}
     _, params = model_structure(read_model(model | computed))
-    tensors = {}
+    tensors = Tensors()
     for path, leaf in flat_params(params).items():
         is_stacked = path[0] == "layers"
         name = ".".join(("layers", "{layer}", *path[1:]) if is_stacked else path)
