@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+import tiny
 from etils import epath
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxtyping import Array
 from test_command_lines import run as run_command
 
 from dape_jax import command_line
@@ -67,18 +67,11 @@ def spec(argument: str, **changes: Any) -> dict[str, Any]:
     result = get_config(argument).to_dict()
     for section, values in TINY.items():
         result[section] |= values
-    for name, value in changes.items():
-        section, field = name.split("__")
-        result[section][field] = value
-    return result
+    return tiny.changed(result, **changes)
 
 
 def task_config(task: str, *, pad_to: int = 1, computation_steps: int = 0, max_position: int | None = None):
     return TaskConfig(task, computation_steps, pad_to, max_position, 0)
-
-
-def to_jax(batch: dict[str, np.ndarray]) -> dict[str, Array]:
-    return jax.tree.map(jnp.asarray, batch)
 
 
 # ---- golden

@@ -175,11 +175,8 @@ def test_identities_depend_on_the_fields_that_change_results_and_on_no_others():
     spec = config_of(item)
 
     def identity(metric: str = "perplexity", seeds: bool = True, **changes: object) -> str:
-        changed = json.loads(json.dumps(spec))
-        for field, value in changes.items():
-            section, name = field.split("__")
-            changed[section][name] = value
-        return PlannedRun(item, metric, read_run(changed), "digest", "group").identity(seeds=seeds)
+        config = read_run(tiny.changed(spec, **changes))
+        return PlannedRun(item, metric, config, "digest", "group").identity(seeds=seeds)
 
     assert identity() != identity(metric="delta")
     for change in ({"train__num_steps": 7}, {"model__width": 8}, {"optimizer__learning_rate": 1.0}):

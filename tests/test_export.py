@@ -1,6 +1,5 @@
 """Export: transformers gives the run's logits, tokens and log-likelihoods; importing it again is bit-exact."""
 
-import copy
 import dataclasses
 import json
 import re
@@ -77,10 +76,8 @@ def random_params(model: Any) -> Params:
 
 def make_run(workdir: Path, tokenizer: Any = None, **model: Any) -> Path:
     """Write a run with random parameters at step 0."""
-    spec = copy.deepcopy(tiny.SPEC)
-    spec["data"] |= {"path": "text", "cache_dir": "cache"}
-    spec["model"] |= {"num_heads": 4} | model
-    run = read_run(spec)
+    spec = tiny.changed(tiny.SPEC, data__path="text", data__cache_dir="cache")
+    run = read_run(spec | {"model": spec["model"] | {"num_heads": 4} | model})
     mesh = make_mesh(run.mesh)
     params = random_params(run.model)
     params = jax.device_put(params, parameter_shardings(params, mesh))

@@ -40,12 +40,7 @@ ROOT = Path(__file__).parent.parent
 
 def make_run(**changes) -> RunConfig:
     """Return the tiny run with changes of dotted fields, . as __; no corpus is needed."""
-    spec = copy.deepcopy(SPEC)
-    for name, value in changes.items():
-        section, field = name.split("__")
-        spec[section][field] = value
-    spec["data"]["cache_dir"] = "data"
-    return planning.run_to_plan(spec, None)
+    return planning.run_to_plan(tiny.changed(SPEC, data__cache_dir="data", **changes), None)
 
 
 def test_automatic_fields_are_those_on_a_tpu():
@@ -306,10 +301,7 @@ def test_the_printed_command_trains_what_was_planned():
 
 @pytest.mark.extra
 def test_a_run_is_planned_for_the_devices_of_this_process(tmp_path, capsys):
-    spec = copy.deepcopy(SPEC)
-    tiny.write_text(tmp_path / "text")
-    spec["data"] |= {"path": str(tmp_path / "text"), "cache_dir": str(tmp_path)}
-    planning.print_attached(spec, ["--config=mine.py", "--plan", "--workdir=runs/a"])
+    planning.print_attached(tiny.spec(tmp_path), ["--config=mine.py", "--plan", "--workdir=runs/a"])
     printed = capsys.readouterr().out
     assert "# 8 x cpu: " in printed
     assert "| train step | fsdp=8 | none | yes |" in printed

@@ -11,69 +11,24 @@ from typing import Any
 
 import tokenizers
 
+from dape_jax.configs import common
 from dape_jax.data.store import Corpora, DataConfig
 from dape_jax.model.transformer import GPT_NEOX, LLAMA
 from dape_jax.training.source import load_corpora
 
 WORDS = "the attention scores of a long text are a picture whose rows are queries and whose columns are keys".split()
 
-SPEC = {
-    "model": {
-        "num_layers": 2,
-        "width": 16,
-        "num_heads": 2,
-        "num_kv_heads": None,
-        "head_dim": None,
-        "mlp_width": None,
-        "vocab_size": 257,
-        "num_outputs": None,
-        **GPT_NEOX,
-        "rotary": {"name": "none"},
-        "bias": {"name": "kerple"},
-        "processor": {"name": "dape", "kernel_width": 3, "channels": 4, "edge": "prefix"},
-        "window": None,
-        "attention": {"name": "dense"},
-        "remat": "none",
-        "dtype": "float32",
-    },
-    "data": {"path": "", "tokenizer": "bytes", "cache_dir": "", "validation_fraction": 0.3, "seed": 0},
-    "optimizer": {
-        "learning_rate": 1e-2,
-        "warmup_fraction": 0.1,
-        "final_fraction": 0.1,
-        "beta1": 0.9,
-        "beta2": 0.95,
-        "epsilon": 1e-8,
-        "weight_decay": 0.1,
-        "clip_norm": 1.0,
-    },
-    "train": {
-        "seed": 0,
-        "train_length": 16,
-        "batch_size": 8,
-        "accumulation_steps": 1,
-        "logits_chunk_tokens": 2048,
-        "num_steps": 6,
-        "eval_interval": 2,
-        "validation_batches": 2,
-        "checkpoint_interval": 2,
-        "checkpoint_seconds": None,
-        "max_to_keep": 2,
-        "max_bad_steps": 0,
-        "wandb": None,
-        "profile_steps": (),
-    },
-    "mesh": {"data": 1, "fsdp": -1, "context": 1, "tensor": 1},
-    "init": {"source": None, "train_only": None},
-    "evaluation": {
-        "lengths": (16, 32, 64),
-        "last_tokens": 16,
-        "max_windows": 8,
-        "batch_tokens": 256,
-        "blockwise_from": 64,
-        "block_size": 16,
-    },
-}
+SPEC = common.make(
+    model={"num_layers": 2, "width": 16, "num_heads": 2, "vocab_size": 257, "vocab_multiple": 1, "dtype": "float32"}
+    | {"rotary": {"name": "none"}, "bias": {"name": "kerple"}, "attention": {"name": "dense"}}
+    | {"processor": {"name": "dape", "kernel_width": 3, "channels": 4, "edge": "prefix"}},
+    data=common.text(path="", tokenizer="bytes", cache_dir="", validation_fraction=0.3),
+    optimizer={"learning_rate": 1e-2, "warmup_fraction": 0.1},
+    train={"train_length": 16, "batch_size": 8, "num_steps": 6, "eval_interval": 2, "checkpoint_interval": 2}
+    | {"validation_batches": 2},
+    evaluation={"lengths": (16, 32, 64), "last_tokens": 16, "max_windows": 8, "batch_tokens": 256}
+    | {"blockwise_from": 64, "block_size": 16},
+).to_dict()
 
 # Options of published decoders, in which every option of a decoder has every value.
 HALF_ROPE = {"rotary": {"name": "rope", "fraction": 0.5}}
@@ -104,17 +59,21 @@ def write_text(directory: Path) -> Path:
     return directory
 
 
-def spec(root: Path, **changes: Any) -> dict[str, Any]:
-    """Return the small config on a text under `root`, with changes such as train__num_steps=3."""
-    result = copy.deepcopy(SPEC)
-    text = root / "text"
-    if not text.exists():
-        write_text(text)
-    result["data"] |= {"path": str(text), "cache_dir": str(root / "cache")}
+def changed(spec: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Return a copy of a config with changes such as train__num_steps=3."""
+    result = copy.deepcopy(spec)
     for name, value in changes.items():
         section, field = name.split("__")
         result[section][field] = value
     return result
+
+
+def spec(root: Path, **changes: Any) -> dict[str, Any]:
+    """Return the small config on a text under `root`, with changes such as train__num_steps=3."""
+    text = root / "text"
+    if not text.exists():
+        write_text(text)
+    return changed(SPEC, **{"data__path": str(text), "data__cache_dir": str(root / "cache")} | changes)
 
 
 def sentencepiece_bpe(texts: Sequence[str]) -> dict[str, Any]:

@@ -10,12 +10,16 @@ The argument of every recipe chooses a method, with the paper's official setting
 All other fields are set by flags: --config.train.num_steps=2000, --config.model.attention=fused.
 """
 
+import dataclasses
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from dape_jax.config import choose
+from dape_jax.config import InitConfig, TrainConfig, choose
+from dape_jax.data.store import DataConfig
 from dape_jax.errors import InputError, require
+from dape_jax.model.transformer import TransformerConfig
+from dape_jax.training.optimizer import OptimizerConfig
 
 METHOD = {"rotary": "none", "bias": "nope", "processor": "none", "kernel": 3, "channels": 32, "fire": "auto", "seed": 0}
 MESH = dict(data=1, fsdp=-1, context=1, tensor=1)  # parameters and batch are sharded over all devices
@@ -25,47 +29,35 @@ Fields = dict[str, Any]
 def make(
     *, model: Fields, data: Fields, optimizer: Fields, train: Fields, evaluation: Fields, seed: int = 0
 ) -> ConfigDict:
-    """Return a complete config; fields that are not given have shared values. `seed` is that of model and data."""
-    shared_model = dict(
-        num_kv_heads=None,  # None: num_heads; fewer for grouped-query attention
-        head_dim=None,  # None: width / num_heads
-        mlp_width=None,  # None: 4 x width
-        vocab_size=None,  # None: the corpus's
-        num_outputs=None,  # None: vocab_size
-        vocab_multiple=None,  # None: as the mesh needs it, and 128 on several accelerators
-        window=None,  # None: all keys; --config.model.window=N for sliding-window attention
-        alternate_layers=(),  # --config.model.alternate_layers=0,2: layers with alternate_window and alternate_rotary
-        alternate_window=None,
-        alternate_rotary=None,
-        score_cap=None,
-        logit_cap=None,
-        learned_positions=None,
-        remat="none",
-        dtype="auto",
-        imports=(),  # --import=my_methods
-    )
+    """Return a complete config: fields that are not given have shared values, or the defaults of their dataclasses.
+
+    `seed` is that of model and data.
+    """
     # The paper's Adam and cosine schedule.
-    shared_optimizer = dict(warmup_fraction=0.01, final_fraction=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8)
-    shared_optimizer |= dict(weight_decay=0.1, clip_norm=1.0, schedule="cosine", warmup_steps=None, decay_steps=0)
-    shared_train = dict(
-        seed=seed,
-        accumulation_steps=1,
-        logits_chunk_tokens=2048,
-        checkpoint_interval=None,  # None: eval_interval
-        checkpoint_seconds=None,  # None: only every checkpoint_interval steps
-        max_to_keep=2,
-        max_bad_steps=0,  # abort at the first non-finite step
-        wandb=None,  # None: no project in Weights & Biases
-        wandb_entity=None,
-        wandb_group=None,
-        wandb_tags=None,  # comma-separated
-        profile_steps=(),  # --config.train.profile_steps=10,15 traces these steps
-    )
+    adam = dict(warmup_fraction=0.01, final_fraction=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8)
+    adam |= dict(weight_decay=0.1, clip_norm=1.0)
+    shared_train = dict(seed=seed, accumulation_steps=1, logits_chunk_tokens=2048, max_to_keep=2)
+    shared_train |= dict(max_bad_steps=0, wandb=None, profile_steps=())
     config = dict(
-        model=shared_model | model, data=dict(seed=seed) | data, optimizer=shared_optimizer | optimizer, mesh=MESH
+        # The vocabulary is the corpus's, padded as the mesh needs it.
+        model=defaults(TransformerConfig) | dict(vocab_size=None, vocab_multiple=None) | model,
+        data=dict(seed=seed) | data,
+        optimizer=defaults(OptimizerConfig) | adam | optimizer,
+        train=defaults(TrainConfig) | shared_train | train,
+        mesh=MESH,
+        init=defaults(InitConfig) | dict(source=None, train_only=None),  # random parameters, all trained
+        evaluation=evaluation,
     )
-    init = dict(source=None, train_only=None, optimizer=False, data="start")  # random parameters, all trained
-    return ConfigDict(config | dict(train=shared_train | train, init=init, evaluation=evaluation))
+    return ConfigDict(config)
+
+
+def defaults(config: type) -> Fields:
+    """Return the fields of a config dataclass that have a default, except those that are chosen by name."""
+    return {
+        field.name: field.default
+        for field in dataclasses.fields(config)
+        if field.default is not dataclasses.MISSING and not dataclasses.is_dataclass(field.default)
+    }
 
 
 def text(**fields: Any) -> Fields:
@@ -75,12 +67,8 @@ def text(**fields: Any) -> Fields:
         tokenizer=None,  # None: the prepared corpus's, or bytes for raw text
         cache_dir="data",
         validation_fraction=0.05,
-        document_separator=None,  # text between the documents of a text file, such as "<|endoftext|>"
-        packing="stream",  # "documents": packed documents that do not see each other
-        validation_path=None,  # another text, all of it for validation
-        mixture=None,  # "TEXT=0.7,TEXT=0.3": several texts with their weights, in place of path
     )
-    return shared | fields
+    return defaults(DataConfig) | shared | fields
 
 
 def perplexity(**fields: Any) -> Fields:
