@@ -1,5 +1,6 @@
 """Import of Hugging Face checkpoints: equal to transformers, and safe with damaged or hostile ones."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -7,7 +8,6 @@ import os
 import re
 import shutil
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +25,9 @@ import torch
 import transformers
 from flax import nnx
 from huggingface_hub.errors import StrictDataclassFieldValidationError
+from processes import run_python
 
-from dape_jax.data.conventions import saved_conventions
+from dape_jax.data.conventions import Conventions, saved_conventions
 from dape_jax.data.tokenizers import byte_tokenizer_json, train_bpe
 from dape_jax.errors import InputError, printable
 from dape_jax.evaluation.options import Options
@@ -370,6 +371,26 @@ def chat_model(directory: Path, end_tokens: list[int]) -> Any:
     tokenizer.save_pretrained(directory)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": end_tokens}))
     return tokenizer
+
+
+@pytest.mark.hf
+def test_chat_templates_have_what_transformers_gives_them_or_are_refused():
+    conventions = Conventions(bos_token="<s>", other_tokens={"pad_token": "<p>"})
+
+    def rendered(template: str | None) -> str:
+        return dataclasses.replace(conventions, chat_template=template).render([{"role": "user", "content": "<b>"}])
+
+    text = "{{ bos_token }}{{ pad_token }}{{ messages | tojson }}"
+    assert rendered(text) == '<s><p>[{"role": "user", "content": "<b>"}]'
+    assert rendered("{% generation %}{{ strftime_now('%%') }}{% endgeneration %}") == "%"
+    for template, words in (
+        (None, "None: the model has none"),
+        ("{{ raise_exception('no\n system') }}", ": no system$"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{% if %}", "Expected an expression"),
+    ):
+        with pytest.raises(InputError, match=rf"^chat_template.*{words}"):
+            rendered(template)
 
 
 @pytest.mark.hf
@@ -859,9 +880,8 @@ def test_the_memory_of_an_import_is_that_of_one_tensor(tmp_path):
     encoded = json.dumps(head).encode()
     (tmp_path / WEIGHTS).write_bytes(struct.pack("<Q", len(encoded)) + encoded)
     os.truncate(tmp_path / WEIGHTS, 8 + len(encoded) + end)
-    environment = os.environ | {"XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "8"}
-    command = [sys.executable, "-c", PEAK, str(tmp_path)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done = run_python("-c", PEAK, tmp_path, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="8")
+    assert done.returncode == 0, done.stderr
     of_parameters, largest = 2 * end, 4 * max(math.prod(tensor.shape) for tensor in tensors.values())
     assert of_parameters > 2 * (largest + 300 * 2**20)  # so that a second copy would be too large
     assert 0 < int(done.stdout.splitlines()[-1]) - of_parameters < largest + 300 * 2**20

@@ -8,6 +8,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 from etils import epath
 
 from dape_jax.data.tokenizers import Tokenizer
@@ -48,23 +49,16 @@ class Conventions:
         """
         if self.chat_template is None:
             raise InputError("chat_template = None: the model has none; give prompts as text")
-        require_package("jinja2", "hf", "chat_template", self.chat_template[:40])
-        import jinja2
-        import jinja2.ext
-        import jinja2.sandbox
+        require_package("transformers", "hf", "chat_template", self.chat_template[:40])
+        import jinja2  # large, like transformers, and needed only here
+        import transformers
 
-        def refuse(message: str) -> None:
-            raise jinja2.TemplateError(message)
-
-        # As transformers renders it; the sandbox refuses templates that reach for Python's internals.
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-        )
-        environment.globals["raise_exception"] = refuse
-        tokens = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
+        tokens: dict[str, Any] = {"bos_token": self.bos_token, "eos_token": self.eos_token, **self.other_tokens}
+        empty = tokenizers.Tokenizer(tokenizers.models.BPE())  # only its special tokens are rendered
+        renderer = transformers.PreTrainedTokenizerFast(tokenizer_object=empty, **tokens)
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
         try:
-            template = environment.from_string(self.chat_template)
-            return template.render(messages=messages, add_generation_prompt=add_generation_prompt, **tokens)
+            return str(renderer.apply_chat_template(messages, chat_template=self.chat_template, **options))
         except jinja2.TemplateError as error:
             raise InputError(f"chat_template: {' '.join(str(error).split())}") from error
 
