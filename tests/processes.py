@@ -1,4 +1,4 @@
-"""Start `train.py` in one or several processes of a tiny run, wait for them and compare their results."""
+"""Programs in processes of their own: Python with arguments, and `train.py` in one or several processes."""
 
 import json
 import os
@@ -12,6 +12,26 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Return the environment of a program that imports this project's packages, on a CPU, with changes."""
+    return os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | changes
+
+
+def run_python(
+    *arguments: object, cwd: Path = ROOT, timeout: float = 600, **changes: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python in a directory, with changes of the `environment`."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env=environment(**changes),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
 
 
 class Run:
@@ -34,11 +54,9 @@ class Run:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": str(4 // num_processes),
-            "JAX_COMPILATION_CACHE_DIR": str(root / "compiled"),
-        }
+        variables = environment(
+            JAX_NUM_CPU_DEVICES=str(4 // num_processes), JAX_COMPILATION_CACHE_DIR=str(root / "compiled")
+        )
         directory = workdir.parent if isinstance(workdir, Path) else root
         self.logs = [directory / f"{Path(str(workdir)).name}.{i}.log" for i in range(num_processes)]
         self.processes = []
@@ -50,9 +68,9 @@ class Run:
             if i == num_processes - 1:
                 command += last_flags
                 place = last_directory or directory
-                environment |= {} if last_path is None else {"PYTHONPATH": str(last_path)}
+                variables |= {} if last_path is None else {"PYTHONPATH": str(last_path)}
             with log.open("w") as file:
-                self.processes.append(subprocess.Popen(command, cwd=place, env=environment, stdout=file, stderr=file))
+                self.processes.append(subprocess.Popen(command, cwd=place, env=variables, stdout=file, stderr=file))
 
     def wait(self, timeout: float = 300) -> list[int]:
         """Wait for the processes and return their exit statuses."""

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from processes import run_python
 from tqdm import tqdm
 
 from benchmarks import attention, gpu, layer, listing, measure, step, step_cycles
@@ -364,8 +364,7 @@ def test_results_are_not_mixed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_everything_is_measured_on_a_cpu(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.gpu", f"--output={tmp_path}", "--tiny"]
-    done = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True, timeout=900)
+    done = run_python("-m", "benchmarks.gpu", f"--output={tmp_path}", "--tiny", timeout=900)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "results.jsonl", "summary.txt"]
     results = gpu.read_results(tmp_path / "results.jsonl")

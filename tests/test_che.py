@@ -20,7 +20,7 @@ from etils import epath
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_command_lines import run as run_command
+from processes import run_python
 
 from dape_jax import command_line
 from dape_jax.config import RunConfig, TaskRunConfig, choose, read_model
@@ -563,17 +563,17 @@ def test_train_and_evaluate_from_the_command_line(tmp_path):
     changes = "model.num_layers=1 model.width=16 model.num_heads=2 data.pad_to=96 train.batch_size=8 train.num_steps=2"
     changes += " train.checkpoint_interval=2 train.eval_interval=2"
     flags = [f"--config.{change}" for change in changes.split()]
-    result = run_command("train.py", f"--config={config}", *flags, f"--workdir={tmp_path}/mine")
+    result = run_python("train.py", f"--config={config}", *flags, f"--workdir={tmp_path}/mine")
     assert result.returncode == 0, result.stderr
     assert "accuracy" in result.stderr
     evaluate = ["eval.py", f"--workdir={tmp_path}/mine"]
-    result = run_command(*evaluate, "--lengths=2-10/4,60", "--num_sequences=5", "--dropout")
+    result = run_python(*evaluate, "--lengths=2-10/4,60", "--num_sequences=5", "--dropout")
     assert result.returncode == 0, result.stderr
     assert "the score: mean over 1 lengths, 60 to 60" in result.stdout
     (run,) = written(tmp_path / "mine")
     assert [found["length"] for found in run["lengths"]] == [2, 6, 10, 60]
     assert run["dropout"]
-    result = run_command(*evaluate, "--last_tokens=5")
+    result = run_python(*evaluate, "--last_tokens=5")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     assert "last_tokens = 5: must not be given: it is only for language models" in result.stderr
 

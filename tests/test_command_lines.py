@@ -1,7 +1,6 @@
 """Command lines as typed by a user. One process imports the package and is forked for each of them."""
 
 import json
-import os
 import re
 import resource
 import subprocess
@@ -10,20 +9,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from processes import ROOT, environment, run_python
 
 import dape_jax
 from dape_jax.__main__ import COMMANDS
 from dape_jax.errors import printable
 from dape_jax.hardware import platform_fault
-
-ROOT = Path(__file__).parents[1]
-ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False)
-
 
 # Runs each command line as in a new process, up to its exit handlers. Finalising the interpreter as well would copy all
 # memory that the processes share.
@@ -62,7 +53,7 @@ def run_all(commands: list[list[str]], scratch: Path) -> list[tuple[int, str, st
         [sys.executable, "-u", "-c", FORKED, str(scratch)],
         input=json.dumps(commands),
         cwd=ROOT,
-        env=ENVIRONMENT,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=600,
@@ -258,7 +249,7 @@ command_line.run(main)
 def test_a_closed_standard_error_changes_nothing():
     """A file that is opened later must not get its number, to which libraries write."""
     command = ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, CLOSED]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "6 True\n")
 
 
@@ -272,9 +263,8 @@ PLATFORMS = {
 @pytest.mark.extra
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_a_platform_that_is_asked_for_and_missing_is_one_line(tmp_path, platform):
-    command = [sys.executable, "train.py", "--config=configs/quickstart.py", f"--workdir={tmp_path}/run"]
-    environment = ENVIRONMENT | {"JAX_PLATFORMS": platform}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    command = ["train.py", "--config=configs/quickstart.py", f"--workdir={tmp_path}/run"]
+    done = run_python(*command, JAX_PLATFORMS=platform)
     (line,) = [line for line in done.stderr.splitlines() if "error" in line]
     assert done.returncode == 2
     versions = "; installed: jax [0-9.]+, jaxlib [0-9.]+"
@@ -327,7 +317,7 @@ finally:
 @pytest.mark.extra
 def test_help_and_a_wrong_flag_need_little_time_and_no_large_package(command, allowed, seconds):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = run("-c", PROGRAM, *command.split())
+    done = run_python("-c", PROGRAM, *command.split())
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     imported = set(done.stdout.splitlines()[-1].split())
     assert "absl" in imported, done.stderr
@@ -337,6 +327,6 @@ def test_help_and_a_wrong_flag_need_little_time_and_no_large_package(command, al
 
 
 def test_importing_the_training_loop():
-    done = run("-c", "import sys, dape_jax.training.loop; print(*sys.modules)")
+    done = run_python("-c", "import sys, dape_jax.training.loop; print(*sys.modules)")
     assert not (LARGE - {"orbax"}) & set(done.stdout.split())
     assert done.stderr == ""

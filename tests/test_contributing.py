@@ -1,16 +1,15 @@
 """Apply the examples of CONTRIBUTING.md to a copy of the package, and type those of `docs/own_methods.md`."""
 
 import json
-import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tiny
+from processes import run_python
 
 from dape_jax.__main__ import COMMANDS
 
@@ -40,9 +39,7 @@ def changed(tmp_path_factory) -> Path:
 
 
 def run(root: Path, *arguments: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    return run_python(*arguments, cwd=root, PYTHONPATH=str(root))
 
 
 CONTRACTS = """
@@ -119,7 +116,7 @@ PROCESSORS["ahead"] = AheadConfig
 
 def test_methods_outside_the_package(tmp_path):
     """Write the module of `docs/own_methods.md`, and type the page's commands, with a small model."""
-    page, environment = (ROOT / "docs" / "own_methods.md").read_text(), os.environ | {"PYTHONPATH": str(ROOT)}
+    page = (ROOT / "docs" / "own_methods.md").read_text()
     (module,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     here = tmp_path / "here"
     (here / "other").mkdir(parents=True)
@@ -132,10 +129,7 @@ def test_methods_outside_the_package(tmp_path):
         if name != "python":
             program.write_text(f"from dape_jax.{COMMANDS[name]} import command\ncommand()\n")
             arguments = [str(program), *arguments, *(small(tmp_path) if name == "dape-train" else ())]
-        done = subprocess.run(
-            [sys.executable, *arguments], cwd=where, env=environment, capture_output=True, text=True, check=False
-        )
-        return done
+        return run_python(*arguments, cwd=where)
 
     *commands, contracts = re.findall(r"^    ((?:dape-|python ).*)$", page, re.MULTILINE)
     assert len(commands) == 4

@@ -16,7 +16,7 @@ import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import ROOT, Run, losses, steps
+from processes import Run, environment, losses, run_python, steps
 from test_training import saved_arrays
 
 from dape_jax import command_line, distributed
@@ -55,8 +55,7 @@ def test_incomplete_or_wrong_flags_are_refused(monkeypatch, flags, words):
 @pytest.mark.extra
 def test_an_incomplete_environment_is_refused():
     code = "import dape_jax.distributed as d; d.join(None, None, None)"
-    environment = os.environ | {"JAX_COORDINATOR_ADDRESS": "localhost:1234", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = run_python("-c", code, JAX_COORDINATOR_ADDRESS="localhost:1234")
     assert re.search(r"InputError: JAX_COORDINATOR_ADDRESS = 'localhost:1234': .*three flags", done.stderr), done.stderr
 
 
@@ -98,13 +97,13 @@ def test_processes_started_by_a_cluster_join_and_agree(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_PORT": str(port), "PYTHONPATH": str(ROOT)}
-    environment |= {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    cluster = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    cluster |= {"JAX_COORDINATOR_PORT": str(port)}
     runs = [
         subprocess.Popen(
             [sys.executable, "-c", SEVERAL],
             cwd=tmp_path,
-            env=environment | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)},
+            env=environment(**cluster, SLURM_PROCID=str(i), SLURM_LOCALID=str(i)),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -3,16 +3,14 @@
 import dataclasses
 import html.parser
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from statistics import fmean
 from urllib.parse import unquote, urlsplit
 
 import cogapp
 import pytest
+from processes import run_python
 
 import dape_jax
 from dape_jax import config
@@ -150,9 +148,7 @@ def test_notebook_runs(tmp_path):
         assert text.count(given) == 1
         text = text.replace(given, smaller)
     program.write_text(text)
-    environment = os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    command = [sys.executable, str(program)]
-    done = subprocess.run(command, cwd=DOCS, env=environment, capture_output=True, text=True, timeout=3600, check=False)
+    done = run_python(program, cwd=DOCS, timeout=3600, MPLBACKEND="Agg", TMPDIR=str(tmp_path))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     loss = re.search(r"loss ([\d.]+) -> ([\d.]+) nats", done.stdout)
     assert float(loss[2]) < 0.7 * float(loss[1])
@@ -165,9 +161,7 @@ def site(tmp_path_factory):
     for name in ("sphinx", "myst_nb", "sphinx_book_theme", "sphinx_copybutton"):
         pytest.importorskip(name, reason="pip install '.[docs]' is needed to build the site")
     output = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", str(DOCS), str(output)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = run_python("-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", DOCS, output)
     assert done.returncode == 0, done.stderr[-5000:]
     return output
 

@@ -18,7 +18,7 @@ import safetensors.torch
 import tiny
 import torch
 import transformers
-from test_command_lines import run as run_command
+from processes import run_python
 from test_import import logits, ours
 from transformers.cache_utils import DynamicCache
 
@@ -470,12 +470,12 @@ def test_bad_input_is_named(exported, tmp_path, monkeypatch):
 def test_the_command_lines(exported, tmp_path):
     """Export, import and evaluate with the command lines."""
     workdir, _ = exported("llama")
-    command = run_command(*EXPORT, f"--workdir={workdir}", f"--output={tmp_path}/out")
+    command = run_python(*EXPORT, f"--workdir={workdir}", f"--output={tmp_path}/out")
     assert (command.returncode, command.stdout) == (0, f"exported: {tmp_path}/out\n"), command.stderr
-    command = run_command(*IMPORT, f"--source={tmp_path}/out", f"--workdir={tmp_path}/run")
+    command = run_python(*IMPORT, f"--source={tmp_path}/out", f"--workdir={tmp_path}/run")
     assert command.returncode == 0, command.stderr
     assert f"run: {tmp_path}/run\n" in command.stdout
-    bad = run_command(*IMPORT, f"--source={tmp_path}/run", f"--workdir={tmp_path}/other")
+    bad = run_python(*IMPORT, f"--source={tmp_path}/run", f"--workdir={tmp_path}/other")
     assert (bad.returncode, bad.stderr.count("\n")) == (2, 1)
     assert "must have model.safetensors" in bad.stderr
 

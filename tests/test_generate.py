@@ -15,7 +15,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh
-from test_command_lines import run
+from processes import run_python
 
 from dape_jax.config import CHOICES, read_model
 from dape_jax.data.tokenizers import Bytes
@@ -419,7 +419,7 @@ def test_the_command_line_continues_prompts(trained_run, tmp_path):
     """Read prompts from flags and a file; in a batch of three the first prompt gives the same text."""
 
     def command(*flags: str) -> str:
-        done = run("-m", "dape_jax.tools.generate", f"--workdir={trained_run}", *flags)
+        done = run_python("-m", "dape_jax.tools.generate", f"--workdir={trained_run}", *flags)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

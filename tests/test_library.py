@@ -6,10 +6,7 @@ import functools
 import importlib
 import inspect
 import operator
-import os
 import re
-import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -21,6 +18,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from processes import run_python
 from tiny import SPEC
 
 import dape_jax
@@ -209,9 +207,7 @@ except RuntimeError:
 
 def test_import_is_light_and_touches_no_device():
     """Import on an unknown platform, where any computation would raise."""
-    environment = os.environ | {"JAX_PLATFORMS": "no_such_platform"}
-    command = [sys.executable, "-c", IMPORTING]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    done = run_python("-c", IMPORTING, JAX_PLATFORMS="no_such_platform")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:3] == ["", "", "no such platform"]  # before and after the first use of a name
 

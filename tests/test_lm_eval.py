@@ -13,7 +13,7 @@ import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_command_lines import run
+from processes import run_python
 from test_import import chat_model, theirs
 
 from dape_jax.data.tokenizers import Bytes
@@ -408,7 +408,7 @@ def test_without_the_extra_it_is_one_line():
         "import runpy, sys; sys.modules['lm_eval'] = None; "
         "runpy.run_module('dape_jax.tools.lm_eval', run_name='__main__')"
     )
-    done = run("-c", program)
+    done = run_python("-c", program)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "not installed; pip install 'lm-eval>=" in line
@@ -421,7 +421,7 @@ def test_the_command_line_runs_tasks(trained_run, tasks, tmp_path):
         arguments += [f"--model_args=workdir={workdir},max_length=100", f"--include_path={tasks}"]
         return [*arguments, "--batch_size=4", f"--output_path={tmp_path}/out"]
 
-    done = run(*command(trained_run))
+    done = run_python(*command(trained_run))
     assert done.returncode == 0, done.stderr
     assert "|words_until " in done.stdout
     assert "fork" not in done.stderr
@@ -430,6 +430,6 @@ def test_the_command_line_runs_tasks(trained_run, tasks, tmp_path):
     assert set(content["results"]) == set(TASKS)
     assert content["config"]["workdir"] == str(trained_run)
     assert content["config"]["commit"]
-    done = run(*command(tmp_path / "nothing"))
+    done = run_python(*command(tmp_path / "nothing"))
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"error: workdir = '{tmp_path}/nothing'")

@@ -4,8 +4,6 @@ import copy
 import dataclasses
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -16,6 +14,7 @@ import tiny
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import run_python
 from tiny import ARCHITECTURES, SPEC
 
 from dape_jax.config import RunConfig, choose
@@ -354,8 +353,7 @@ def test_plans_of_the_documentation(case, libtpu, tmp_path):
     argument, topology, mesh = case
     flags = [f"--config=configs/paper.py:{argument},{METHOD}", f"--topology={topology}", f"--mesh={mesh}"]
     flags += ["--batch=4"] if "8192" in argument else ["--batch=64"] if "4096" in argument else []
-    command = [sys.executable, "-m", "dape_jax.planning", *flags, f"--output={tmp_path}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run_python("-m", "dape_jax.planning", *flags, f"--output={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert "**best**" in done.stdout
     (plan,) = json.loads((tmp_path / "plan.json").read_text())["plans"]
@@ -364,8 +362,8 @@ def test_plans_of_the_documentation(case, libtpu, tmp_path):
 
 @pytest.mark.slow
 def test_the_command_line_refuses_bad_input_in_one_line():
-    command = [sys.executable, "-m", "dape_jax.planning", "--config=configs/paper.py:125m"]
-    done = subprocess.run([*command, "--topology=v5e:2x2", "--mesh=fsdp=3"], cwd=ROOT, capture_output=True, text=True)
+    flags = ["--config=configs/paper.py:125m", "--topology=v5e:2x2", "--mesh=fsdp=3"]
+    done = run_python("-m", "dape_jax.planning", *flags)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "must multiply to 4 devices" in done.stderr
 
@@ -382,8 +380,7 @@ for name in sys.argv[1:]:
 """
     names = [f"{chip}:{shape}" for chip, shapes in TOPOLOGIES.items() for shape in shapes]
     env = {"TPU_LIBRARY_PATH": str(libtpu), "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    env |= {"JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([sys.executable, "-c", code, *names], env=env, capture_output=True, text=True, check=True)
+    done = run_python("-c", code, *names, **env)
     rows = [line.split(";") for line in done.stdout.splitlines()]
     assert [row[0] for row in rows] == names
     for name, num_chips, kind in rows:

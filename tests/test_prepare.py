@@ -29,6 +29,7 @@ import pyarrow
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import ROOT, run_python
 from pyarrow import parquet
 
 from dape_jax.data.prepare import build, command, records
@@ -704,7 +705,7 @@ def start(source: str | Path, output: Path, *more: str, **options) -> subprocess
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parents[1],
+        cwd=ROOT,
         **options,
     )
 
@@ -951,8 +952,7 @@ def test_the_command_line(tmp_path: Path):
     source = write(tmp_path / "a.jsonl", *LINES, b"{}\n")
     more = ("--workers=2", "--where=meta.pile_set_name=ArXiv|Books3")
     prepared = start(source, tmp_path / "out", *more).communicate()[0]
-    shown = [sys.executable, "-m", "dape_jax.data.prepare", f"--show={tmp_path}/out"]
-    assert subprocess.run(shown, capture_output=True, text=True, cwd=Path(__file__).parents[1]).stdout == prepared
+    assert run_python("-m", "dape_jax.data.prepare", f"--show={tmp_path}/out").stdout == prepared
     made = open_corpus(tmp_path / "out")
     for said in (f"digest {made.digest}: verified", "skipped: 1 filtered", f"{made.train.num_tokens:,} tokens"):
         assert said in prepared

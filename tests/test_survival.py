@@ -5,7 +5,6 @@ import gc
 import logging
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
+from processes import run_python
 
 from dape_jax import command_line, files
 from dape_jax.errors import InputError
@@ -415,9 +415,7 @@ with checkpoint.Checkpoints(Path(sys.argv[1]), 1) as manager:
 @pytest.mark.extra
 def test_a_full_disk_is_one_line_and_loses_no_checkpoint(tmp_path):
     """Simulate a full disk by a limit on the size of files, which makes the same calls fail."""
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", DISK_FULL, str(tmp_path)]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    run = run_python("-c", DISK_FULL, tmp_path)
     assert run.returncode == 1
     assert run.stdout == "started\n"
     last = run.stderr.strip().splitlines()[-1]
