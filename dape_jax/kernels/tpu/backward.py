@@ -13,13 +13,14 @@ The gradient of `knee` is dx / (1 - SLOPE): see `tables.Operator`.
 A loop iteration recomputes the forward pass of one group of rows and computes the gradients of the previous group. A
 column that several tiles compute counts only in the tile that owns it. Gradients are accumulated in:
 
-    k, v                    VMEM, over the blocks of their tile
+    k, v                    VMEM, over the blocks of their tile, then in the block of their piece
     convolution weights     VMEM, over the sequence
     left corrections        VMEM, in the first tile of columns
     q, distance tables      HBM, in float32: too large for VMEM. Each step copies its block in, adds, and copies it back
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -59,6 +60,7 @@ from dape_jax.kernels.tpu.forward import (
     loop_over_groups,
     matrices_of,
     new_slots,
+    of_tile,
     operand,
     pack,
     packed_scratch,
@@ -199,7 +201,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
     lane = iota((SUBLANES, LANES), 1)
     phases, heads_per_group = range(t.phases), t.num_heads // t.num_groups
     n = t.phases_per_dot
-    owned = step.owned(0)  # the same in all phases
+    owned = step.owned()
 
     # Sums in HBM. Copies to VMEM start first and are awaited before anything is added.
     batch = pl.program_id(0)
@@ -227,6 +229,24 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
     def _():
         clear(*jax.tree.leaves(outputs.dleft))
 
+    piece = t.gradient_piece_of(tile)
+
+    def write_gradients(*, only_owned: bool) -> None:
+        """Write the gradients of a piece of the keys and values, or only of those that the tile owns."""
+        column = piece * t.tile_columns + t.phases * iota((t.head_dim, LANES), 1)
+        for sums, scale, to in ((scratch.dk, t.head_dim**-0.5, outputs.dk), (scratch.dv, 1.0, outputs.dv)):
+            for group, phase in itertools.product(range(t.num_groups), phases):
+                at, total = (0, 0, group, phase), sums[group, phase] * scale
+                if only_owned:
+                    total = jnp.where(column >= tile * t.owned_columns, total, to[at].astype(jnp.float32))
+                to[at] = total.astype(to.dtype)
+
+    if not t.is_aligned:
+
+        @pl.when((block == 0) & (tile > 0) & (piece > t.gradient_piece_of(tile - 1)))
+        def _():  # the sums are of the previous tile, which owns the first columns of this piece
+            write_gradients(only_owned=False)
+
     @pl.when(block == 0)
     def _():
         clear(scratch.dk, scratch.dv)
@@ -241,8 +261,8 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
         for head in range(t.num_heads):
             dout, group = inputs.dout[0, head], head // heads_per_group
             row_sum = jnp.sum(dout.astype(jnp.float32) * inputs.out[0, head].astype(jnp.float32), 1, keepdims=True)
-            scores = dots(inputs.q[0, head], [inputs.k[0, 0, group, phase] for phase in phases])
-            dprobs = dots(dout, [inputs.v[0, 0, group, phase] for phase in phases])
+            scores = dots(inputs.q[0, head], [of_tile(step, inputs.k, group, phase) for phase in phases])
+            dprobs = dots(dout, [of_tile(step, inputs.v, group, phase) for phase in phases])
             for phase in phases:
                 ref, index = head_rows(t, scratch.scores, head, phase)
                 ref[index] = jnp.where(visible[phase], scores[phase] * t.head_dim**-0.5, 0.0)
@@ -261,14 +281,17 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
 
         def is_correct(phase: int) -> Array:
             """Return whether a column's result depends only on scores of this tile."""
-            column = t.phases * lane + phase
-            first_column = t.halo[0] if in_first_tile else 2 * t.pad
-            return (column >= first_column) & (column < t.phases * LANES - 2 * t.ahead)
+            column, first_column = step.column(phase), t.halo[0] if in_first_tile else 2 * t.pad
+            return (column >= first_column) & (column < t.tile_columns - 2 * t.ahead)
+
+        def counted(registers: Registers) -> Registers:
+            """Return registers with zeros where another tile owns the column."""
+            return registers if t.is_aligned else [jnp.where(owned, x, jnp.zeros((), x.dtype)) for x in registers]
 
         def unshear(row: Any, phase: int) -> None:
             """Add the (complete) gradient of a row's table entries to the gradient of the slab."""
             remainder, start, shift = slab_columns(step, row, phase)
-            dentries = roll(select(owned, scratch.dsheared[slot(t, row, phase)]), shift)
+            dentries = roll(select(owned, scratch.dsheared[slot(t, row, phase)]), shift - step.first_lane + LANES)
             here = lane >= shift
             scratch.dslab[remainder, :, pl.ds(start, LANES)] += select(here, dentries)
             scratch.dslab[remainder, :, pl.ds(pl.multiple_of(start + LANES, LANES), LANES)] += select(~here, dentries)
@@ -353,22 +376,16 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
                 masks = are_positive(t, slope[k][f])
                 registers = zip(masks, registers_of(dhidden[k][f]), strict=True)
                 d = join([jnp.where(mask, d, SLOPE * d) for mask, d in registers], 0)
-                exists = tables.exists(f)
+                exists = tables.exists()
                 return d if exists is None else select(exists, d)
 
             return [[dx(k, f) for f in phases] for k in range(UNIT_ROWS)]
 
         def weights(operands: Sequence[Array], packed: Sequence[Sequence[Array]]) -> Array:
             """Return the gradient of a matrix [lines of a window, 2 n C]; columns count in the tile that owns them."""
-
-            def counted(x: Array) -> Array:
-                if t.is_single:
-                    return x
-                zero = jnp.zeros((), x.dtype)
-                return join([jnp.where(owned, register, zero) for register in registers_of(x)], 0)
-
+            parts = [[join(counted(registers_of(packed[k][f])), 0) for f in phases] for k in range(UNIT_ROWS)]
             outputs_of = [
-                operand(t, [counted(packed[k][begin + f]) for k in range(UNIT_ROWS) for f in range(n)])
+                operand(t, [x for of_row in parts for x in of_row[begin : begin + n]])
                 for begin in range(0, t.phases, n)
             ]
             return dot(join(operands, 1), join(outputs_of, 1), (1, 1))
@@ -380,7 +397,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
                     for k in range(UNIT_ROWS if t.num_channels else 0):
                         scratch.hidden[buffer, r + k, f] = unit.hidden[k][f]
                         scratch.slope[buffer, r + k, f] = unit.slope[k][f]
-                    store(t, scratch.probs, unit.probs[f], row + r, f)
+                    store(t, scratch.probs, counted(unit.probs[f]), row + r, f)
                     store(t, scratch.dprobs, unit.dtotal[f], row + r, f)
                 for i, is_here in right_unit(t, block, row, r):
                     for j, f in enumerate(t.right_phases):
@@ -419,8 +436,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
             for ref, num_columns in ((outputs.dleft.knee, t.pad), (outputs.dleft.added, 2 * t.pad)):
                 row_lane = iota((ref.shape[3], LANES), 1)  # in `dleft` a lane is a row
                 for column in range(num_columns):
-                    at = t.halo[0] + column
-                    phase, to = at % t.phases, at // t.phases
+                    phase, to = column % t.phases, column // t.phases
                     for r, unit in zip(UNITS, results, strict=True):
                         for k in range(UNIT_ROWS):
                             d = unit.dx[k][phase] / (1 - SLOPE)
@@ -491,7 +507,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
                     dscores = ref[index].astype(inputs.q.dtype)
                     ref, index = head_rows(t, scratch.probs, head, phase)
                     probs = ref[index].astype(inputs.q.dtype)
-                    dq[i] += dot(inputs.k[0, 0, group, phase], dscores, (1, 1))
+                    dq[i] += dot(of_tile(step, inputs.k, group, phase), dscores, (1, 1))
                     scratch.dk[group, phase] += dot(inputs.q_columns[0, 0, *t.head_columns(head)], dscores, (1, 0))
                     scratch.dv[group, phase] += dot(inputs.dout_columns[0, 0, *t.head_columns(head)], probs, (1, 0))
             for i, head in enumerate(pair):
@@ -503,8 +519,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
 
     @pl.when(block == t.num_blocks - 1)
     def _():
-        outputs.dk[0, 0] = (scratch.dk[...] * t.head_dim**-0.5).astype(outputs.dk.dtype)
-        outputs.dv[0, 0] = scratch.dv[...].astype(outputs.dv.dtype)
+        write_gradients(only_owned=not t.is_aligned)
 
 
 def lay_out_lse(forward: Tiling, t: Tiling, lse: Heads) -> Heads:
@@ -544,7 +559,7 @@ def backward_pass(
     table, table_vjp = jax.vjp(functools.partial(tiling.to_table, t), operator.knee_CN, operator.added_HN)
     left, left_vjp = jax.vjp(functools.partial(left_blocks, t), operator.left_knee_PCT, operator.left_added_QHT)
     lse = lay_out_lse(forward, t, lse)
-    q, k = tiling.to_blocks(t, q_BTHK), tiling.to_tiles(t, k_BSGK)
+    q, k = tiling.to_blocks(t, q_BTHK), tiling.to_pieces(t, k_BSGK)
     right = right_vjp = None
     if t.num_right:
         edges = last_rows(t, q), last_keys(t, k), operator
@@ -568,12 +583,12 @@ def backward_pass(
     hidden_lines = tiling.hidden_lines(t, UNIT_ROWS, t.phases_per_dot, packed=True)
     K = t.head_dim
     dq, dtable = float32(t.num_blocks, *t.column_shape), float32(*table.shape)
-    dtiles = jax.ShapeDtypeStruct((batch, t.num_tiles, t.num_groups, t.phases, K, LANES), q_BTHK.dtype)
+    dpieces = tiling.by_pieces(t, jax.ShapeDtypeStruct(k.shape, k.dtype), t.gradient_piece_of)
     inputs = Inputs(
         q=tiling.by_rows(t, q),
         q_columns=tiling.by_columns(t, tiling.to_columns(t, q_BTHK)),
         k=tiling.by_tiles(t, k),
-        v=tiling.by_tiles(t, tiling.to_tiles(t, v_BSGK)),
+        v=tiling.by_tiles(t, tiling.to_pieces(t, v_BSGK)),
         out=tiling.by_rows(t, tiling.to_blocks(t, out_BTHK)),
         dout=tiling.by_rows(t, tiling.to_blocks(t, dout_BTHK)),
         dout_columns=tiling.by_columns(t, tiling.to_columns(t, dout_BTHK)),
@@ -589,8 +604,8 @@ def backward_pass(
     dmatrix = tiling.by_sequence(float32(len(score_lines.number), len(hidden_lines.number)))
     outputs = Outputs(
         dq=tiling.in_hbm(dq),
-        dk=tiling.by_tiles(t, dtiles),
-        dv=tiling.by_tiles(t, dtiles),
+        dk=dpieces,
+        dv=dpieces,
         dmatrices=Matrices(dmatrix, dmatrix) if t.num_channels else Matrices(),
         dtable=tiling.in_hbm(dtable),
         dleft=jax.tree.map(left_gradient, left),
@@ -629,7 +644,7 @@ def backward_pass(
             update = dk_BNGK[:, i, None, :, None, :, None]
             dk = tiling.add_at(dk, update, 0, 0, 0, column % t.phases, 0, column // t.phases)
     dq_BTHK = (tiling.from_columns(t, dq) * K**-0.5).astype(q_BTHK.dtype)
-    dk_BSGK, dv_BSGK = (tiling.from_tiles(t, x).astype(k_BSGK.dtype) for x in (dk, gradients.dv))
+    dk_BSGK, dv_BSGK = (tiling.from_pieces(t, x).astype(k_BSGK.dtype) for x in (dk, gradients.dv))
 
     def of_kernel(dmatrix: Array, kernel_WHC: Array) -> Array:
         """Return the gradient of a kernel from that of its matrix, [lines of a window, 2 n C], C in packed order."""

@@ -243,7 +243,7 @@ def shear(step: Step, slab_ref: Any, row: Any, phase: int, lane: Array) -> Array
     here = slab_ref[remainder, :, pl.ds(start, LANES)]
     after = slab_ref[remainder, :, pl.ds(pl.multiple_of(start + LANES, LANES), LANES)]
     pieces = (x.reshape(-1, SUBLANES, LANES) for x in (here, after))
-    return roll(jnp.where((lane >= shift)[None], *pieces).reshape(here.shape), LANES - shift)
+    return roll(jnp.where((lane >= shift)[None], *pieces).reshape(here.shape), step.first_lane - shift + LANES)
 
 
 class LeftRefs(NamedTuple):
@@ -272,7 +272,7 @@ def roll_left(t: Tiling, left: LeftRefs, row: Any, lane: Array) -> LeftRefs:
         # In `left` a lane is a row.
         found: list[list[Array]] = [[] for _ in range(GROUP_ROWS)]
         for column in range(num_columns):
-            at = (t.halo[0] + column) // t.phases
+            at = column // t.phases
             for r in range(GROUP_ROWS):
                 found[r].append(select(lane == at, roll(ref[0, column], at - r - row + LANES)))
         return found
@@ -444,15 +444,15 @@ class RowTables:
         if left_ref is None:
             return entries
         for column in range(num_columns):
-            if (self.t.halo[0] + column) % self.t.phases == phase:
+            if column % self.t.phases == phase:
                 entries = entries - left_ref[_left_buffer(self.t, row), r, column]
         return entries
 
-    def exists(self, phase: int) -> Array | None:
-        """Return whether the column of a lane exists (is not left of column 0), or None if all exist."""
-        if self.left.knee is None or phase >= self.t.halo[0]:
+    def exists(self) -> Array | None:
+        """Return whether the columns of a lane exist (are not left of column 0), or None if all exist."""
+        if self.left.knee is None or not self.t.halo[0]:
             return None
-        return self.t.phases * self.lane + phase >= self.t.halo[0]
+        return self.step.column(0) >= self.t.halo[0]
 
 
 def hidden_features(
@@ -467,7 +467,7 @@ def hidden_features(
     knees = [[tables.knee(row, r + k, phase) for phase in range(t.phases)] for k in range(UNIT_ROWS)]
 
     def activate(k: int, phase: int) -> Array:
-        features, exists = leaky_relu_change(x[k][phase], knees[k][phase]), tables.exists(phase)
+        features, exists = leaky_relu_change(x[k][phase], knees[k][phase]), tables.exists()
         return pack(t, registers_of(features if exists is None else select(exists, features)))
 
     return [[activate(k, phase) for phase in range(t.phases)] for k in range(UNIT_ROWS)], x, knees
@@ -508,6 +508,18 @@ def diagonal_sum(x: Array, axis: int) -> Array:
     """Convert lines to lanes or back: sum the diagonals of [128, 128] squares over an axis."""
     diagonal = iota(x.shape, x.ndim - 2) == iota(x.shape, x.ndim - 1)
     return jnp.sum(jnp.where(diagonal, x, 0.0), axis, keepdims=x.ndim == 2)
+
+
+def of_tile(step: Step, pieces: Sequence[Any], group: int, phase: int) -> Array:
+    """Return the keys or values of a tile: [K, 128]. A column has the same lane as in its piece."""
+    if len(pieces) == 1:
+        return pieces[0][0, 0, group, phase]
+    dtype = pieces[0].dtype
+    if not step.t.interpret:  # the interpreter has no rule for `bitcast`
+        pieces = [piece.bitcast(jnp.uint32) for piece in pieces]  # 16-bit numbers in pairs
+    parts = [piece[0, 0, group, phase] for piece in pieces]
+    found = jnp.where(iota(parts[0].shape, 1) >= step.first_lane, *parts)
+    return found if step.t.interpret else pltpu.bitcast(found, dtype)
 
 
 def copy_slab(parts: Sequence[Any], slab_ref: Any) -> None:
@@ -588,7 +600,7 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
             copy_slab(inputs.slab, scratch.slab)
         visible = [step.visible(phase) for phase in phases]
         for head in range(t.num_heads):
-            keys = [inputs.k[0, 0, head // heads_per_group, phase] for phase in phases]
+            keys = [of_tile(step, inputs.k, head // heads_per_group, phase) for phase in phases]
             for phase, scores in zip(phases, dots(inputs.q[0, head], keys), strict=True):
                 ref, index = head_rows(t, scratch.scores, head, phase)
                 ref[index] = jnp.where(visible[phase], scores * t.head_dim**-0.5, 0.0)
@@ -600,7 +612,7 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
 
     def loop(in_first_tile: bool) -> None:
         tables = make_tables(in_first_tile)
-        owned = [step.owned(phase) for phase in phases]
+        owned = [step.owned()] * t.phases
 
         def to_features(row: Any) -> list[Any]:
             """Return the hidden features of a group: for each unit [row][phase], with rolled ones."""
@@ -693,8 +705,8 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
             for phase in phases:
                 for i, head in enumerate(pair):
                     ref, index = head_rows(t, scratch.scores, head, phase)
-                    probs = ref[index].astype(inputs.v.dtype)
-                    new[i] += dot(inputs.v[0, 0, head // heads_per_group, phase], probs, (1, 1))
+                    values = of_tile(step, inputs.v, head // heads_per_group, phase)
+                    new[i] += dot(values, ref[index].astype(values.dtype), (1, 1))
             for i, head in enumerate(pair):
                 at = t.head_columns(head)
                 scratch.values[at] = scratch.values[at] * in_lanes(scratch.decay, head) + new[i]
@@ -726,10 +738,10 @@ def last_rows(t: Tiling, blocks: Array) -> Float[Array, "B H R K"]:
     return blocks[:, :, t.right_rows.start : t.right_rows.stop]
 
 
-def last_keys(t: Tiling, tiles: Array) -> Float[Array, "B N G K"]:
-    """Return the keys that `right_edge` reads, from `tiling.to_tiles`: slices of these cost less than of all keys."""
-    columns = range(t.phases * LANES - t.pad, t.num_keys)
-    return jnp.stack([tiles[:, 0, :, column % t.phases, :, column // t.phases] for column in columns], 1)
+def last_keys(t: Tiling, pieces: Array) -> Float[Array, "B N G K"]:
+    """Return the keys that `right_edge` reads, from `tiling.to_pieces`: slices of these cost less than of all keys."""
+    columns = range(t.tile_columns - t.pad, t.num_keys)
+    return jnp.stack([pieces[:, 0, :, column % t.phases, :, column // t.phases] for column in columns], 1)
 
 
 def right_edge(t: Tiling, first: Array, q_BHRK: Array, k_BNGK: Array, operator: Operator) -> Float[Array, "B ..."]:
@@ -740,7 +752,7 @@ def right_edge(t: Tiling, first: Array, q_BHRK: Array, k_BNGK: Array, operator: 
 
     `q_BHRK` are the last rows, see `Tiling.right_rows`; `k_BNGK` are the `last_keys`.
     """
-    size, columns = t.phases * LANES, t.num_right
+    size, columns = t.tile_columns, t.num_right
     query_column_R = first + t.row_stride * jnp.array(np.array(t.right_rows))
     key_column_N = np.arange(size - t.pad, t.num_keys)
     k_BNHK = jnp.repeat(k_BNGK, t.num_heads // t.num_groups, 2)
@@ -806,7 +818,7 @@ def forward_pass(
     batch = q_BTHK.shape[0]
     left = left_blocks(t, operator.left_knee_PCT, operator.left_added_QHT)
     out = jax.ShapeDtypeStruct((batch, t.num_blocks, *t.column_shape), q_BTHK.dtype)
-    q, k = tiling.to_blocks(t, q_BTHK), tiling.to_tiles(t, k_BSGK)
+    q, k = tiling.to_blocks(t, q_BTHK), tiling.to_pieces(t, k_BSGK)
     right = right_edge(t, first, last_rows(t, q), last_keys(t, k), operator) if t.num_right else None
 
     def by_block(x: Array) -> tiling.Blocked:
@@ -819,7 +831,7 @@ def forward_pass(
         inputs=Inputs(
             q=tiling.by_rows(t, q),
             k=tiling.by_tiles(t, k),
-            v=tiling.by_tiles(t, tiling.to_tiles(t, v_BSGK)),
+            v=tiling.by_tiles(t, tiling.to_pieces(t, v_BSGK)),
             matrices=matrices_of(t, operator.scores_WHC, operator.output_WCH),
             left=jax.tree.map(by_block, left),
             right=None if right is None else tiling.by_sequence(right),

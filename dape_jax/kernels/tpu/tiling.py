@@ -30,8 +30,19 @@ the first or the last phase roll a register by one lane:
 With few keys, or a small VMEM, p is smaller.
 
 **Halo.** A result at column j reads hidden features at j - pad .. j + ahead, and these read scores at j - 2 pad ..
-j + 2 ahead. A tile owns the columns between its halos, and the next tile starts where they end. The backward pass has
+j + 2 ahead. A tile owns the columns between its halos, and the columns of the next tile follow. The backward pass has
 two more, transposed, convolutions, so its halo is twice as wide. Nothing is carried between tiles.
+
+**Pieces.** Keys and values are in HBM once, in pieces of as many columns as a tile, 512. The columns of a tile with
+halos are in two pieces. In VMEM a column has the same lane and phase as in its piece, so that the kernel only selects,
+lane by lane, from one piece or the next, and the first columns of a tile are not in lane 0:
+
+        tile 1, columns 500 .. 1011         lane    0    1   ...  124  125  126  127
+                                         phase 0  512  516   ... 1008  500  504  508
+                                                  (from piece 1 . . . | from piece 0)
+
+Neighbouring columns are in neighbouring lanes, lane 127 next to lane 0, as a roll sees them. The gradients of keys and
+values go back in the same way: a tile completes the piece in which the columns that it owns begin.
 
 A single tile of all keys (up to 512) has no halo: a tap beyond its first or last column reads 0. Only the last rows
 need more, hidden columns beyond the last score; see `forward.right_edge`.
@@ -55,7 +66,7 @@ makes their probability 0.
         array                     HBM                                            VMEM, for a grid step
         q, dout                   [B, H, blocks * block_rows, K]                 [H, block_rows, K]
         out, dq, also q and dout  [B, blocks, H / m, K, 128], m = 128 / block_rows [H / m, K, 128]
-        k, v and gradients        [B, tiles, G, p, K, 128], halos duplicated     [G, p, K, 128]
+        k, v and gradients        [B, pieces, G, p, K, 128]                      [G, p, K, 128], two pieces of k and v
         convolution weights       [outputs, inputs] of a matmul                  all of it, loaded once
         distance tables           [p, padded channels + head lines, columns]     slab, then a copy for each row
         right edge                [B, units, phases, registers, 8, 128]          of the sequence
@@ -137,26 +148,56 @@ class Tiling:
         return self.num_keys <= self.phases * LANES
 
     @property
+    def tile_columns(self) -> int:
+        """Return the number of columns of a tile."""
+        return self.phases * LANES
+
+    @property
     def halo(self) -> tuple[int, int]:
         """Return the number of columns of a tile to the left and right of those it owns.
 
         Two convolutions read 2 pad columns to the left and 2 ahead to the right. Their transposes read the same number
-        in the opposite direction. In the backward pass all phases of a lane are owned, or none.
+        in the opposite direction. All phases of a lane are owned, or none.
         """
         if self.is_single:
             return 0, 0
         left, right = 2 * self.pad, 2 * self.ahead
-        return (round_up(left + right, self.phases), left + right) if self.backward else (left, right)
+        if self.backward:
+            left = right = left + right
+        return round_up(left, self.phases), right
 
     @property
     def owned_columns(self) -> int:
         """Return the number of columns a tile owns, a multiple of p: the distance between neighbouring tiles."""
-        return (self.phases * LANES - sum(self.halo)) // self.phases * self.phases
+        return (self.tile_columns - sum(self.halo)) // self.phases * self.phases
+
+    @property
+    def is_aligned(self) -> bool:
+        """Return whether tiles have no halo: a tile is a piece of the keys, not parts of two."""
+        return self.owned_columns == self.tile_columns
+
+    @property
+    def pieces_per_tile(self) -> int:
+        """Return the number of pieces of keys that a tile reads."""
+        return 1 if self.is_aligned else 2
+
+    @property
+    def num_pieces(self) -> int:
+        """Return the number of pieces of keys and values, each of as many columns as a tile."""
+        return pl.cdiv(self.num_keys, self.tile_columns)
 
     @property
     def num_tiles(self) -> int:
-        """Return the number of tiles. In the backward pass they cover hidden features, `ahead` columns beyond S."""
-        return 1 if self.is_single else pl.cdiv(self.num_keys + self.ahead * self.backward, self.owned_columns)
+        """Return the number of tiles.
+
+        In the backward pass they cover hidden features, `ahead` columns beyond S, and the last tile owns no column left
+        of the last piece, since it writes the gradient of that piece.
+        """
+        if self.is_aligned:
+            return self.num_pieces
+        of_columns = pl.cdiv(self.num_keys + self.ahead * self.backward, self.owned_columns)
+        in_last_piece = pl.cdiv((self.num_pieces - 1) * self.tile_columns, self.owned_columns) + 1
+        return max(of_columns, in_last_piece * self.backward)
 
     @property
     def num_right(self) -> int:
@@ -309,6 +350,15 @@ class Tiling:
         """Return the tile of a grid step; if the step is skipped, the nearest one that its block needs."""
         return outer if self.backward else jnp.clip(inner, *self.tile_range(outer, first_ref[0]))
 
+    def pieces_of(self, tile: Any) -> list[Any]:
+        """Return the pieces with a tile's columns. At the edges some columns, and their piece, may not exist."""
+        piece = (tile * self.owned_columns - self.halo[0]) // self.tile_columns
+        return [jnp.clip(piece + i, 0, self.num_pieces - 1) for i in range(self.pieces_per_tile)]
+
+    def gradient_piece_of(self, tile: Any) -> Any:
+        """Return the piece with the first column that a tile owns."""
+        return jnp.minimum(tile * self.owned_columns // self.tile_columns, self.num_pieces - 1)
+
 
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -316,10 +366,10 @@ class Step:
 
     t: Tiling
     query_column: Any  # column of the block's first row
-    key_column: Any  # column of lane 0 in phase 0; negative in the left halo of tile 0
+    key_column: Any  # first column of the tile; negative in the left halo of tile 0
 
     def table_position(self, row: Any, phase: int) -> tuple[Any, Any]:
-        """Return the remainder and the column of the tables for lane 0 of a row of the block in a phase."""
+        """Return the remainder and the column of the tables for a row and the tile's first column of a phase."""
         t = self.t
         distance = self.query_column + t.row_stride * row - self.key_column - phase
         return distance & (t.phases - 1), t.table_origin - (distance >> (t.phases.bit_length() - 1))
@@ -341,18 +391,27 @@ class Step:
         """Return the table column at which the slab starts, a multiple of 128."""
         return self.table_position(self.t.block_rows - 1, 0)[1] // LANES * LANES
 
+    @property
+    def first_lane(self) -> Any:
+        """Return the lane of the tile's first column."""
+        return 0 if self.t.is_aligned else self.key_column // self.t.phases & (LANES - 1)
+
+    def column(self, phase: int, num_rows: int = SUBLANES) -> Array:
+        """Return the column of each lane, less the tile's first column: [num_rows, 128]."""
+        return self.t.phases * (iota((num_rows, LANES), 1) - self.first_lane & (LANES - 1)) + phase
+
     def visible(self, phase: int) -> Array:
         """Return whether a row uses the tile and sees a column: [block_rows, 128]."""
         t, (begin, end) = self.t, self.groups()
-        row, lane = (iota((t.block_rows, LANES), dim) for dim in (0, 1))
-        column = self.key_column + t.phases * lane + phase
+        row = iota((t.block_rows, LANES), 0)
+        column = self.key_column + self.column(phase, t.block_rows)
         distance = self.query_column + t.row_stride * row - column
         visible = (distance >= 0) & (column >= 0) & (row >= GROUP_ROWS * begin) & (row < GROUP_ROWS * end)
         return visible if t.window is None else visible & (distance < t.window)
 
-    def owned(self, phase: int) -> Array:
-        """Return whether the tile owns the column of a lane: [8, 128]."""
-        column = self.t.phases * iota((SUBLANES, LANES), 1) + phase
+    def owned(self) -> Array:
+        """Return whether the tile owns the columns of a lane: [8, 128]."""
+        column = self.column(0)
         return (column >= self.t.halo[0]) & (column < self.t.halo[0] + self.t.owned_columns)
 
 
@@ -436,10 +495,12 @@ def cost(t: Tiling, batch: int, itemsize: int) -> pl.CostEstimate:
     if t.backward:
         # A step reads q and dout twice, out and the slab, and reads and writes dq (float32) and the slab's gradient.
         step_bytes = (3 * rows + 2 * columns) * itemsize + 2 * columns * 4 + 3 * slab
-        num_bytes = steps * step_bytes + batch * t.num_tiles * 4 * tile
+        num_bytes = steps * step_bytes + batch * t.num_tiles * 2 * (t.pieces_per_tile + 1) * tile
     else:
         num_slabs = math.gcd(batch, 2) * t.num_blocks if t.is_single else steps
-        num_bytes = batch * t.num_blocks * (rows + columns) * itemsize + steps * 2 * tile + num_slabs * slab
+        num_bytes = (
+            batch * t.num_blocks * (rows + columns) * itemsize + steps * 2 * t.pieces_per_tile * tile + num_slabs * slab
+        )
     return pl.CostEstimate(flops=flops, transcendentals=convolved, bytes_accessed=num_bytes)
 
 
@@ -458,10 +519,10 @@ def vmem_bytes(t: Tiling, itemsize: int) -> int:
     left = t.pad * (t.padded_channels + 2 * t.head_lines) * LANES * 4
     rolled_left = t.left_buffers * GROUP_ROWS * left
     if t.backward:
-        blocks = 2 * ((3 * rows + 2 * columns + 4 * tile) * itemsize + slab + 2 * left)
+        blocks = 2 * ((3 * rows + 2 * columns + 2 * (t.pieces_per_tile + 1) * tile) * itemsize + slab + 2 * left)
         scratch = 3 * t.phases * heads + 4 * columns + 2 * 4 * tile + 2 * slab + 2 * sheared + 2 * t.phases * hidden
     else:
-        blocks = 2 * ((rows + columns + 2 * tile) * itemsize + slab + left)
+        blocks = 2 * ((rows + columns + 2 * t.pieces_per_tile * tile) * itemsize + slab + left)
         scratch = (t.phases + 3) * heads + 4 * columns + slab + sheared + (t.phases + t.width - 1) * hidden
     return blocks + scratch + rolled_left
 
@@ -490,14 +551,11 @@ def from_columns(t: Tiling, x: Array) -> Array:
     return x.reshape(batch, t.padded_rows, -1, dim)[:, : t.num_rows, : t.num_heads]
 
 
-def to_tiles(t: Tiling, x_BSGK: Array) -> Array:
-    """Split keys into overlapping tiles: [B, S, G, K] -> [B, tiles, G, p, K, 128], padded with zeros."""
-    size = t.phases * LANES
-    missing = (t.num_tiles - 1) * t.owned_columns + size - t.halo[0] - t.num_keys
-    x = jnp.pad(x_BSGK, ((0, 0), (t.halo[0], missing), (0, 0), (0, 0)))
-    tiles = jnp.stack([x[:, i * t.owned_columns :][:, :size] for i in range(t.num_tiles)], 1)
-    batch, _, _, groups, dim = tiles.shape
-    return tiles.reshape(batch, t.num_tiles, LANES, t.phases, groups, dim).transpose(0, 1, 4, 3, 5, 2)
+def to_pieces(t: Tiling, x_BSGK: Array) -> Array:
+    """Split keys into pieces of as many columns as a tile: [B, S, G, K] -> [B, pieces, G, p, K, 128]."""
+    batch, _, groups, dim = x_BSGK.shape
+    x = jnp.pad(x_BSGK, ((0, 0), (0, t.num_pieces * t.tile_columns - t.num_keys), (0, 0), (0, 0)))
+    return x.reshape(batch, t.num_pieces, LANES, t.phases, groups, dim).transpose(0, 1, 4, 3, 5, 2)
 
 
 def add_at(x: Array, update: Array, *start: int) -> Array:
@@ -518,12 +576,10 @@ def add_to_columns(t: Tiling, x: Array, rows: range, x_BHRK: Array) -> Array:
     return x
 
 
-def from_tiles(t: Tiling, x: Array) -> Array:
-    """Join the columns that tiles of the backward pass own: [B, tiles, G, p, K, 128] -> [B, S, G, K]."""
+def from_pieces(t: Tiling, x: Array) -> Array:
+    """Invert `to_pieces`: [B, pieces, G, p, K, 128] -> [B, S, G, K]."""
     batch, _, groups, _, dim, _ = x.shape
-    first_lane = t.halo[0] // t.phases
-    owned = x[..., first_lane : first_lane + t.owned_columns // t.phases]
-    return owned.transpose(0, 1, 5, 3, 2, 4).reshape(batch, -1, groups, dim)[:, : t.num_keys]
+    return x.transpose(0, 1, 5, 3, 2, 4).reshape(batch, -1, groups, dim)[:, : t.num_keys]
 
 
 def by_register(t: Tiling, x_HX: Array, fill: float = 0.0) -> Array:
@@ -678,10 +734,15 @@ def by_columns(t: Tiling, array: Any) -> Blocked:
     return Blocked(array, pl.BlockSpec((1, 1, *t.column_shape), lambda b, *step: (b, t.block_of(*step), 0, 0, 0)))
 
 
-def by_tiles(t: Tiling, array: Any) -> Blocked:
-    """Make block specs for an array from `to_tiles`."""
+def by_pieces(t: Tiling, array: Any, piece_of: Callable[[Any], Any]) -> Blocked:
+    """Make block specs for an array from `to_pieces`, given the piece of a tile."""
     block = 1, 1, t.num_groups, t.phases, t.head_dim, LANES
-    return Blocked(array, pl.BlockSpec(block, lambda b, *step: (b, t.tile_of(*step), 0, 0, 0, 0)))
+    return Blocked(array, pl.BlockSpec(block, lambda b, *step: (b, piece_of(t.tile_of(*step)), 0, 0, 0, 0)))
+
+
+def by_tiles(t: Tiling, array: Any) -> list[Blocked]:
+    """Make block specs for the pieces of a tile; see `Tiling.pieces_of`."""
+    return [by_pieces(t, array, lambda tile, i=i: t.pieces_of(tile)[i]) for i in range(t.pieces_per_tile)]
 
 
 def by_lanes(t: Tiling, array: Any) -> Blocked:
