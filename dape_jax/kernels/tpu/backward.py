@@ -16,7 +16,8 @@ column that several tiles compute counts only in the tile that owns it. Gradient
     k, v                    VMEM, over the blocks of their tile, then in the block of their piece
     convolution weights     VMEM, over the sequence
     left corrections        VMEM, in the first tile of columns
-    q, distance tables      HBM, in float32: too large for VMEM. Each step copies its block in, adds, and copies it back
+    q, distance tables      HBM, in float32: too large for VMEM. Each step copies its block in, adds, and copies it
+                            back. The first tile of a block of rows reads no gradient of q
 """
 
 import functools
@@ -99,7 +100,6 @@ class Inputs(NamedTuple):
     left: LeftRefs
     right: Any  # see `forward.right_edge`
     slab: list[Any]  # pieces of 128 columns
-    dq: Any  # zeros, donated to the output of the same name
     dtable: Any  # zeros, donated to the output of the same name
 
 
@@ -214,10 +214,13 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
     reads = [pltpu.make_async_copy(hbm, vmem, scratch.semaphores.at[0, i]) for i, (hbm, vmem) in enumerate(pairs)]
     writes = [pltpu.make_async_copy(vmem, hbm, scratch.semaphores.at[1, i]) for i, (hbm, vmem) in enumerate(pairs)]
 
-    @pl.when(needed)
+    is_first = tile == first_tile  # of the block: dq has no value yet
+    pl.when(needed & ~is_first)(reads[0].start)
+    pl.when(needed)(reads[1].start)
+
+    @pl.when(is_first)
     def _():
-        for read in reads:
-            read.start()
+        clear(scratch.dq)
 
     @pl.when((tile == 0) & (block == 0))
     def _():
@@ -268,8 +271,8 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
                 ref[index] = jnp.where(visible[phase], scores[phase] * t.head_dim**-0.5, 0.0)
                 ref, index = head_rows(t, scratch.dprobs, head, phase)
                 ref[index] = jnp.where(visible[phase], dprobs[phase] - row_sum, 0.0)
-        for read in reads:
-            read.wait()
+        pl.when(~is_first)(reads[0].wait)
+        reads[1].wait()
 
     @pl.when(needed & ((first > 0) | (end < t.block_rows // GROUP_ROWS)))
     def _():  # groups of rows that do not use the tile
@@ -582,7 +585,7 @@ def backward_pass(
     score_lines = tiling.score_lines(t, t.window_phases)
     hidden_lines = tiling.hidden_lines(t, UNIT_ROWS, t.phases_per_dot, packed=True)
     K = t.head_dim
-    dq, dtable = float32(t.num_blocks, *t.column_shape), float32(*table.shape)
+    dtable = float32(*table.shape)
     dpieces = tiling.by_pieces(t, jax.ShapeDtypeStruct(k.shape, k.dtype), t.gradient_piece_of)
     inputs = Inputs(
         q=tiling.by_rows(t, q),
@@ -598,12 +601,11 @@ def backward_pass(
         left=jax.tree.map(left_input, left),
         right=None if right is None else tiling.by_sequence(right),
         slab=tiling.slab_of(t, table),
-        dq=tiling.in_hbm(jnp.zeros(dq.shape, dq.dtype)),
         dtable=tiling.in_hbm(jnp.zeros(dtable.shape, dtable.dtype)),
     )
     dmatrix = tiling.by_sequence(float32(len(score_lines.number), len(hidden_lines.number)))
     outputs = Outputs(
-        dq=tiling.in_hbm(dq),
+        dq=tiling.in_hbm(float32(t.num_blocks, *t.column_shape)),
         dk=dpieces,
         dv=dpieces,
         dmatrices=Matrices(dmatrix, dmatrix) if t.num_channels else Matrices(),
@@ -630,9 +632,8 @@ def backward_pass(
         slope=packed_scratch(t, 2, GROUP_ROWS, t.phases),
         semaphores=pltpu.SemaphoreType.DMA((2, 2)),
     )
-    # The last two operands are `dq` and `dtable`, the first two outputs; operand 0 is `first`.
-    last = len(jax.tree.leaves(inputs, is_leaf=lambda x: isinstance(x, tiling.Blocked)))
-    aliases = {last - 1: 0, last: 1}
+    # The last operand is `dtable`, the second output; operand 0 is `first`.
+    aliases = {len(jax.tree.leaves(inputs, is_leaf=lambda x: isinstance(x, tiling.Blocked))): 1}
     gradients = tiling.call(
         t, backward_kernel, first=first, inputs=inputs, outputs=outputs, scratch=scratch, input_output_aliases=aliases
     )
