@@ -65,6 +65,7 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
 LONG = {"rope_type": "longrope", "rope_theta": 100.0}
 LONG |= {"short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.0, 3.0, 5.0, 9.0]}
 ALL_LAYERS = {"use_sliding_window": True, "max_window_layers": 0}
+LATER_LAYERS = ALL_LAYERS | {"max_window_layers": 1}
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOWS = [SLIDING, FULL, SLIDING]
 TYPES = {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 30.0}}
@@ -152,7 +153,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-not-yet-dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 32}),
     "phi3-long": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 10, "pad_token_id": None}),
     "phi3-short": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 32, "pad_token_id": None}),
-    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 10, **TIED}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 10, **LATER_LAYERS, "sliding_window": 5, **TIED}),
     "qwen3-biases": (
         "qwen3",
         {"num_key_value_heads": 4, "attention_bias": True, "sliding_window": 5, "head_dim": 8, **ALL_LAYERS},
@@ -167,7 +168,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2-no-bias": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
     "olmo": ("olmo", {"num_key_value_heads": 2}),
     "qwen2-window": ("qwen2", {"num_key_value_heads": 4, "sliding_window": 7, **ALL_LAYERS}),
-    "qwen2-windows": ("qwen2", {"num_key_value_heads": 4, "sliding_window": 7, **ALL_LAYERS, "max_window_layers": 1}),
+    "qwen2-windows": ("qwen2", {"num_key_value_heads": 4, "sliding_window": 7, **LATER_LAYERS}),
     "qwen3-windows": (
         "qwen3",
         {"num_key_value_heads": 2, "sliding_window": 5, "use_sliding_window": True, "layer_types": WINDOWS},
@@ -197,7 +198,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "granite",
         {**GRANITE, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True, "pad_token_id": None},
     ),
-    "granite-tied": ("granite", {**GRANITE, **TIED, "pad_token_id": None}),
+    "granite-tied": ("granite", {**GRANITE, **TIED, "attention_bias": True, "mlp_bias": True, "pad_token_id": None}),
     "gpt2": ("gpt2", {**GPT2, "n_inner": 24}),
     "gpt2-untied": ("gpt2", {**GPT2, "activation_function": "relu", **UNTIED}),
     **{f"published-{name}": (name, config) for name, config in PUBLISHED_MODELS.items()},
@@ -763,6 +764,17 @@ def test_old_names_of_options_mean_the_same(directories):
         "base": 500.0,
         "fraction": 0.5,
     }
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "smollm3-windows"])
+def test_layers_without_types_are_those_of_transformers(name):
+    """Configs of transformers 4 have the fields from which the types of layers follow."""
+    kind, options = options_of(name)
+    config = transformers.AutoConfig.for_model(kind, **options).to_dict()
+    assert len(set(config["layer_types"])) == 2
+    without = {field: value for field, value in config.items() if field != "layer_types"}
+    assert family_of(without).model == family_of(config).model
 
 
 # Fields of published configs that change no logits.
