@@ -27,20 +27,19 @@ class Chip:
     peak_flops: float  # FLOPs per second of bfloat16 matmuls with float32 accumulation, without sparsity
     hbm_bytes: int
     hbm_bytes_per_second: float
-    link_bytes_per_second: float  # received over all links together: half of the vendors' bidirectional figure
     source: str  # document with these figures
     vmem_bytes: int | None = None  # VMEM of a core that a Pallas kernel may use; None for a GPU
 
 
 CHIPS = (
-    Chip("v4", ("TPU v4",), 275e12, 32 * GIB, 1228e9, 300e9, f"{TPU_PAGES} v4", 15 * MIB),
-    Chip("v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16 * GIB, 819e9, 200e9, f"{TPU_PAGES} v5e", 100 * MIB),
-    Chip("v5p", ("TPU v5", "TPU v5p"), 459e12, 95 * GIB, 2765e9, 600e9, f"{TPU_PAGES} v5p", 60 * MIB),
-    Chip("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32 * GIB, 1640e9, 400e9, f"{TPU_PAGES} v6e", 100 * MIB),
-    Chip("a100", ("NVIDIA A100-SXM4-80GB",), 312e12, 80 * 10**9, 2039e9, 300e9, f"{GPU_SHEET} A100 80GB SXM"),
-    Chip("h100", ("NVIDIA H100 80GB HBM3",), 989.4e12, 80 * 10**9, 3350e9, 450e9, f"{GPU_SHEET} H100 SXM"),
-    Chip("h200", ("NVIDIA H200",), 989.4e12, 141 * 10**9, 4800e9, 450e9, f"{GPU_SHEET} H200 SXM"),
-    Chip("b200", ("NVIDIA B200",), 2250e12, 180 * 10**9, 8000e9, 900e9, f"{GPU_SHEET} HGX B200"),
+    Chip("v4", ("TPU v4",), 275e12, 32 * GIB, 1228e9, f"{TPU_PAGES} v4", 15 * MIB),
+    Chip("v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16 * GIB, 819e9, f"{TPU_PAGES} v5e", 100 * MIB),
+    Chip("v5p", ("TPU v5", "TPU v5p"), 459e12, 95 * GIB, 2765e9, f"{TPU_PAGES} v5p", 60 * MIB),
+    Chip("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32 * GIB, 1640e9, f"{TPU_PAGES} v6e", 100 * MIB),
+    Chip("a100", ("NVIDIA A100-SXM4-80GB",), 312e12, 80 * 10**9, 2039e9, f"{GPU_SHEET} A100 80GB SXM"),
+    Chip("h100", ("NVIDIA H100 80GB HBM3",), 989.4e12, 80 * 10**9, 3350e9, f"{GPU_SHEET} H100 SXM"),
+    Chip("h200", ("NVIDIA H200",), 989.4e12, 141 * 10**9, 4800e9, f"{GPU_SHEET} H200 SXM"),
+    Chip("b200", ("NVIDIA B200",), 2250e12, 180 * 10**9, 8000e9, f"{GPU_SHEET} HGX B200"),
 )
 UTILISATION = 0.1  # of plans by default: that of DAPE's Triton kernel on an H100 (docs/planning.md)
 VMEM_BYTES = {kind: chip.vmem_bytes for chip in CHIPS if chip.vmem_bytes for kind in chip.device_kinds}

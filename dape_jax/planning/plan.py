@@ -129,7 +129,7 @@ def attached() -> Slice:
     stats = device.memory_stats()
     ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = ram_bytes // jax.local_device_count() if stats is None else stats["bytes_limit"]
-    known = chip_of(device.device_kind) or Chip(device.device_kind, (device.device_kind,), math.nan, 0, 0, 0, "unknown")
+    known = chip_of(device.device_kind) or Chip(device.device_kind, (device.device_kind,), math.nan, 0, 0, "unknown")
     chip = dataclasses.replace(known, hbm_bytes=memory)
     return Slice(f"{num_devices} x {device.device_kind}", chip, num_devices, device.platform, is_attached=True)
 
