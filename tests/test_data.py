@@ -716,6 +716,9 @@ def test_packing_wastes_little():
     sizes = np.random.default_rng(0).geometric(1 / 100, 3000).tolist()
     rows = PackedDocuments(store_of([size + 1 for size in sizes]), 128)
     assert sum(sizes) / (len(rows) * 128) > 0.98
+    first, second = PackedDocuments(store_of([6, 5, 4]), 8)  # the last fits exactly beside the first
+    assert first["segment_ids"].tolist() == [1] * 5 + [2] * 3
+    assert second["segment_ids"].tolist() == [1] * 4 + [0] * 4
 
 
 @quick

@@ -319,6 +319,7 @@ def test_of_equal_logits_the_lower_ids_are_kept():
     assert set(draw(logits, GREEDY)) == {1}
     # The fewest of five, each 0.2, that reach 0.5: three.
     assert set(draw([0.0] * 5, Sampling(top_p=0.5))) == {0, 1, 2}
+    assert set(draw([0.0] * 4, Sampling(top_p=0.5))) == {0, 1}
     for temperature in (1e-300, 1e-30, 1e-3):  # close to greedy, and finite
         assert set(draw([5.0, 7.0, -3.0], Sampling(temperature))) == {1}
 

@@ -292,6 +292,14 @@ def test_schedule_and_decay_are_the_papers():
     assert decayed == {"up_DF", "p_H", "bias_WHC"}
 
 
+def test_the_stable_schedule_is_constant_until_it_falls_linearly():
+    fields = {"schedule": "wsd", "decay_steps": 40}
+    schedule = make_schedule(OptimizerConfig(1e-3, 0.1, 0.1, 0.9, 0.95, 1e-8, 0.1, 1.0, **fields), 100)
+    rates = np.asarray(jax.jit(jax.vmap(schedule))(np.arange(101)))
+    assert rates[[0, 5, 10, 60, 70, 80, 100]] == pytest.approx([0, 5e-4, 1e-3, 1e-3, 7.75e-4, 5.5e-4, 1e-4], rel=1e-5)
+    assert np.ptp(rates[10:61]) < 1e-9
+
+
 def test_gradients_are_clipped_by_their_global_norm():
     optimizer = make_optimizer(OptimizerConfig(0.01, 0.1, 0.1, 0.9, 0.95, 1e-8, 0.1, 1.0), 10)
     params = {"a_DF": np.zeros((1, 1), np.float32), "b_DF": np.zeros((1, 1), np.float32)}
@@ -386,7 +394,8 @@ def test_a_small_validation_set_gives_the_same_loss_at_any_batch_size(root):
 
 @pytest.mark.extra
 def test_a_run_on_a_mixture_resumes_bitwise_and_logs_the_loss_of_each_text(root, tmp_path, monkeypatch):
-    tiny.write_text(tmp_path / "other")
+    for file in tiny.write_text(tmp_path / "other").iterdir():
+        file.write_text(file.read_text().upper())
     weights = {str(root / "text"): 3.0, str(tmp_path / "other"): 1.0}
     mixture = ",".join(f"{path}={weight}" for path, weight in weights.items())
     spec = small_spec(root, data__mixture=mixture, model__num_layers=1, train__eval_interval=2)
@@ -401,6 +410,7 @@ def test_a_run_on_a_mixture_resumes_bitwise_and_logs_the_loss_of_each_text(root,
     chex.assert_trees_all_equal(saved_arrays(tmp_path / "parts", 4), saved_arrays(tmp_path / "whole", 4))
     found = read_metrics(tmp_path / "parts")
     losses = [found[f"validation/loss_nats/{path}"][4] for path in weights]
+    assert abs(losses[0] - losses[1]) > 0.01
     assert found["validation/loss_nats"][4] == pytest.approx((3 * losses[0] + losses[1]) / 4, rel=1e-12)
     with pytest.raises(InputError, match="data_digest"):
         loop.train(spec | {"data": spec["data"] | {"mixture": mixture.replace("3.0", "2.0")}}, tmp_path / "parts")
