@@ -1,7 +1,10 @@
 """Loss of a language model: negative log-likelihoods, without all logits in memory. Next: `training/step.py`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -28,10 +31,12 @@ def nll(
     logits_BTV = logits_BTV.astype(jnp.float32)
     largest_BT = jax.lax.stop_gradient(logits_BTV).max(axis=-1)
     largest_BT = jax.lax.pmax(largest_BT, vocab_axis) if vocab_axis else largest_BT
+    largest_BT = checkpoint_name(largest_BT, "normaliser")
     is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])[None, None]
     total_BT = jnp.exp(logits_BTV - largest_BT[..., None]).sum(axis=-1)
     target_BT = jnp.where(is_target_BTV, logits_BTV, 0).sum(axis=-1)
     total_BT, target_BT = jax.lax.psum((total_BT, target_BT), vocab_axis) if vocab_axis else (total_BT, target_BT)
+    total_BT = checkpoint_name(total_BT, "normaliser")
     return largest_BT + jnp.log(total_BT) - target_BT
 
 
@@ -99,7 +104,7 @@ def _nll_on_device(
     # The gradient is accumulated over chunks in the weight's dtype, so the weight must be float32.
     weight_DV, dtype = weight_DV.astype(jnp.float32), weight_DV.dtype
 
-    @jax.checkpoint
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("normaliser"))
     def nll_of_position(position: tuple[Array, Array]) -> Array:
         features_BD, ids_B = position
         return nll_of_chunk(features_BD[:, None], weight_DV.astype(dtype), ids_B[:, None])[:, 0]
