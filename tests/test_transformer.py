@@ -35,6 +35,7 @@ from dape_jax.model.transformer import (
     QK_NORMS,
     REMAT,
     SIZES,
+    LayerNorm,
     Places,
     Transformer,
     TransformerConfig,
@@ -191,6 +192,22 @@ def test_a_block_is_its_equation(form):
             expected = norm(block.mlp_norm, expected + mlp(expected))
     found, _ = jax.jit(lambda block, x_BTD: block(x_BTD, Places(pos_T), None))(block, x_BTD)
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.usefixtures("float64")
+def test_layer_norm_and_its_derivatives_are_flaxs():
+    x_BTD, dx_BTD, dy_BTD = 3 + jax.random.normal(jax.random.key(0), (3, 2, 5, 16))
+    options = {"epsilon": 1e-5, "param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
+
+    def derivatives(norm: nnx.LayerNorm):
+        norm.scale[...], norm.bias[...] = jnp.linspace(-1, 2, 16), jnp.linspace(0, 1, 16)
+        graphdef, params = nnx.split(norm)
+        value, gradient = jax.vjp(lambda params, x_BTD: nnx.merge(graphdef, params)(x_BTD), params, x_BTD)
+        of_gradient = jax.jvp(jax.grad(lambda x_BTD: (dy_BTD * norm(x_BTD)).sum()), (x_BTD,), (dx_BTD,))
+        return value, gradient(dy_BTD), of_gradient
+
+    expected = derivatives(nnx.LayerNorm(16, use_fast_variance=False, **options))
+    chex.assert_trees_all_close(derivatives(LayerNorm(16, **options)), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_tied_logits_are_products_with_the_embedding():
@@ -491,6 +508,15 @@ BAD = [
     ("model.rotary.fraction = 1.5: must be", {"rotary": {"name": "rope", "fraction": 1.5}}),
     ("model.rotary.high_frequency_factor = 4.0: must", {"rotary": {"name": "llama3", "low_frequency_factor": 4.0}}),
 ]
+
+
+def test_the_normaliser_of_chunked_logits_is_computed_once():
+    graphdef, params = random_model(make_config())
+    model = nnx.merge(graphdef, jax.tree.map(jnp.asarray, params))
+    features_BTD, tokens_BT = jnp.ones((2, 8, model.config.width)), jnp.asarray(tokens(2, 8))
+    gradient = jax.grad(lambda x: nll_of_features(model, x, tokens_BT, 4).sum())
+    program = str(jax.make_jaxpr(gradient)(features_BTD))
+    assert (program.count(" exp "), program.count(" reduce_max")) == (2, 1)  # the backward pass needs exp again
 
 
 @pytest.mark.extra
