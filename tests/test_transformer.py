@@ -210,6 +210,17 @@ def test_layer_norm_and_its_derivatives_are_flaxs():
     chex.assert_trees_all_close(derivatives(LayerNorm(16, **options)), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gelu_is_exact_up_to_rounding(dtype):
+    x = jnp.linspace(-8, 8, 4001).astype(dtype)
+    exact = np.asarray(x, np.float64)
+    slope = scipy.special.ndtr(exact) + exact * np.exp(-(exact**2) / 2) / np.sqrt(2 * np.pi)
+    results = jax.jvp(ACTIVATIONS["gelu"], (x,), (jnp.ones_like(x),))
+    for found, expected in zip(results, (EQUATIONS["gelu"](exact), slope), strict=True):
+        assert found.dtype == x.dtype
+        np.testing.assert_allclose(found.astype(np.float32), expected, rtol=float(jnp.finfo(dtype).eps), atol=5e-7)
+
+
 def test_tied_logits_are_products_with_the_embedding():
     graphdef, params = random_model(make_config(**ARCHITECTURES["llama"]))
     assert "unembedding_DV" not in params

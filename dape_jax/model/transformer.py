@@ -48,8 +48,34 @@ SIZES = {
     "6.7b": {"num_layers": 32, "width": 4096, "num_heads": 32},
 }
 
+
+@jax.custom_jvp
+def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return x Phi(x), where Phi is the normal distribution function, computed in float32 or better."""
+    x = jax.lax.optimization_barrier(x)  # otherwise XLA may fuse the matmuls around it, which takes TPUs twice as long
+    return (_wide(x) * _normal_cdf(x)).astype(x.dtype)
+
+
+@gelu.defjvp
+def _gelu_jvp(primals, tangents):
+    """Only the slope is saved for the backward pass, in the dtype of x."""
+    (x,), (dx,) = primals, tangents
+    density = jnp.exp(-0.5 * jnp.square(_wide(x))) / math.sqrt(2 * math.pi)
+    return gelu(x), (_normal_cdf(x) + _wide(x) * density).astype(x.dtype) * dx
+
+
+def _normal_cdf(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return Phi(x). For 16 bits, 1 + erf is exact enough, and has half the operations of erfc."""
+    y = _wide(x) * math.sqrt(0.5)
+    return 0.5 * (1 + jax.lax.erf(y) if x.dtype.itemsize < 4 else jax.lax.erfc(-y))
+
+
+def _wide(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 ACTIVATIONS = {
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu": gelu,
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
