@@ -192,7 +192,7 @@ MORE = {
     "window": Case(window=7, length=150, width=5),
     "window-of-one": Case(window=1),
     "three-tiles": Case("alibi", length=300, width=7, channels=16),
-    # Tile 16 of the backward pass owns only hidden columns beyond the last piece of 128 keys; tiles 0 .. 14 write theirs.
+    # The last tile of the backward pass begins at column 1,920: it owns only hidden columns beyond the last piece.
     "seventeen-tiles": Case(heads=2, groups=1, channels=3, length=1920, row_stride=64),
     # A tile with all keys, but not all hidden columns that the last rows read.
     "full-tile": Case(length=128, heads=12, groups=4),
