@@ -180,8 +180,7 @@ def _scale_text_axes(axes: Axes, series: list[Series]) -> None:
 
 def _scale_task_axes(axes: Axes, series: list[Series]) -> None:
     chance = 100 * TASKS[series[0].task].random_accuracy
-    axes.axhline(chance, color="gray", linestyle=":", linewidth=1.5)
-    axes.annotate("chance", (0.99, chance - 1), xycoords=("axes fraction", "data"), ha="right", va="top", fontsize=8)
+    axes.axhline(chance, color="gray", linestyle=":", linewidth=1.5, label="chance")
     axes.set_xlim(left=0)
     mark_train_lengths(axes, [series[0].train_length])
     axes.set_ylim(-3, 105)
