@@ -708,6 +708,17 @@ def test_loss_by_position_adds_up_to_the_perplexity_of_all_tokens(runs, tmp_path
         assert f"{positions['reference_nats']:.3f}" in written.table
 
 
+def test_runs_that_differ_only_in_seeds_share_their_compiled_programs(runs, tmp_path, monkeypatch):
+    other, compiled = shutil.copytree(runs[0], tmp_path / "again" / runs[0].name), []
+    monkeypatch.setattr(
+        perplexity, "compile_lengths", lambda model, *args: compiled.append(model.name) or compile_lengths(model, *args)
+    )
+    evaluate([runs[0], other, runs[1]], lengths=(16,), output=tmp_path / "out")
+    assert compiled == [f"{runs[0].parent.name}/none", f"{runs[1].parent.name}/dape"]
+    first, again, _ = read_runs(tmp_path / "out")
+    assert first["lengths"] == again["lengths"]
+
+
 def test_evaluation_reads_params_only_of_any_checkpoint(runs, tmp_path):
     """Evaluate the newest checkpoint, the best by validation loss, or one by number, without optimizer state."""
     copy = Path(shutil.copytree(runs[1], tmp_path / "dape"))

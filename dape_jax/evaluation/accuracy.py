@@ -24,7 +24,7 @@ from dape_jax.config import TaskRunConfig
 from dape_jax.evaluation import comparison, figures, report
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, run_in_batches
-from dape_jax.evaluation.trained import TrainedModel, read_models, require_same, restore
+from dape_jax.evaluation.trained import TrainedModel, program_key, read_models, require_same, restore
 from dape_jax.model.attention import Blockwise, Dense
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.progress import Progress
@@ -55,11 +55,14 @@ def evaluate_tasks(
     identities = [model.identity | {"task": model.run.data.task} for model in models]
     comparison.methods_of(identities, options)  # refuses wrong names
     directory = make_results_directory(output or report.common_directory(workdirs))
-    programs = [compile_tapes(model) for model in models]  # before any parameters are read, as in `perplexity.py`
+    programs = dict[Any, dict[int, Program]]()  # compiled before any parameters are read, as in `perplexity.py`
+    for model in models:
+        if program_key(model) not in programs:
+            programs[program_key(model)] = compile_tapes(model)
     results = []
-    for model, by_tokens in zip(models, programs, strict=True):
+    for model in models:
         model_mesh, params = restore(model)
-        results.append(task_result(model, answer_tapes(model, by_tokens, params, model_mesh)))
+        results.append(task_result(model, answer_tapes(model, programs[program_key(model)], params, model_mesh)))
         del params  # before the next model's are read
     return figures.save("accuracy", directory, results, options)
 

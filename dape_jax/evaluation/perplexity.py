@@ -37,7 +37,7 @@ from dape_jax.evaluation import comparison, figures, report, statistics
 from dape_jax.evaluation.config import EvaluationConfig
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, model_at, run_in_batches
-from dape_jax.evaluation.trained import TrainedModel, corpora_of, read_models, require_same, restore
+from dape_jax.evaluation.trained import TrainedModel, corpora_of, program_key, read_models, require_same, restore
 from dape_jax.model.positions import STRETCHES, Rope
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.progress import Progress
@@ -159,18 +159,20 @@ def evaluate(
 
     directory = make_results_directory(output or report.common_directory(workdirs))
     # Compile everything before reading parameters, so that a length that does not fit is refused early.
-    programs = [
-        {rotary: compile_lengths(model, rotary, len(windows)) for rotary in chosen}
-        for model, chosen in zip(models, variants, strict=True)
-    ]
+    programs = dict[Any, list[Program]]()
+    for model, chosen in zip(models, variants, strict=True):
+        for rotary in chosen:
+            if (*program_key(model), rotary) not in programs:
+                programs[*program_key(model), rotary] = compile_lengths(model, rotary, len(windows))
     results, num_bytes = (
         [],
         {n: scored_bytes(store, windows, min(n, evaluation.last_tokens)) for n in evaluation.lengths},
     )
-    for model, of_model, compiled in zip(models, identities, programs, strict=True):
+    for model, of_model in zip(models, identities, strict=True):
         mesh_of_model, params = restore(model)
         for identity in of_model:
-            nll = score_windows(compiled[identity["rotary"]], params, mesh_of_model, store, windows, identity["name"])
+            compiled = programs[*program_key(model), identity["rotary"]]
+            nll = score_windows(compiled, params, mesh_of_model, store, windows, identity["name"])
             if strided:
                 nll = {length: mask_unscored(scored, strided) for length, scored in nll.items()}
             result = protocol.result(documents, nll, identity["train_length"])

@@ -148,6 +148,12 @@ def named_apart(models: Sequence[TrainedModel[AnyRunConfig]], field: str) -> lis
     raise InputError(f"{field} = {[str(model.workdir) for model in models]}: must be different directories")
 
 
+def program_key(trained: TrainedModel) -> tuple[Any, ...]:
+    """Return a key that is equal for models, such as those of several seeds, which have the same compiled programs."""
+    run = trained.run
+    return run.model, run.evaluation, run.train.train_length, dataclasses.replace(run.data, seed=0), trained.mesh
+
+
 def require_same(models: Sequence[TrainedModel], *fields: str) -> None:
     """Raise `InputError` unless all models have the same value of each config field, such as "evaluation.lengths"."""
     for field in fields:
