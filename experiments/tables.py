@@ -60,7 +60,8 @@ def select(rows: Iterable[Row], **wanted: Any) -> Row:
 def table(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
     """Return a Markdown table; the columns after the first whose cells are all numbers or empty are right-aligned."""
     names = [f"{int(name):,}" if str(name).isdigit() else name for name in header]
-    cells = [[str(cell) for cell in row] for row in rows]
+    # An interval is not broken between its ends, whatever the width of the page.
+    cells = [[re.sub(r"(\[[^][]*,) ", "\\1\N{NO-BREAK SPACE}", str(cell)) for cell in row] for row in rows]
     numeric = [i > 0 and all(not row[i] or row[i][0] in "+-<0123456789" for row in cells) for i in range(len(names))]
     rule = ["---:" if is_numeric else "---" for is_numeric in numeric]
     return "\n".join("| " + " | ".join(row) + " |" for row in (names, rule, *cells))

@@ -1,15 +1,16 @@
 """Apply the examples of CONTRIBUTING.md to a copy of the package, and type those of `docs/own_methods.md`."""
 
 import json
+import os
 import re
-import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import tiny
-from processes import run_python
+from processes import environment, run_python
 
 from dape_jax.__main__ import COMMANDS
 
@@ -123,32 +124,46 @@ def test_methods_outside_the_package(tmp_path):
     (here / "my_methods.py").write_text(module)
     tiny.write_text(tmp_path / "text")
 
-    def type_in(line: str, where: Path = here) -> subprocess.CompletedProcess:
-        name, *arguments = shlex.split(line)
-        program = tmp_path / name  # like the console command, whose directory is in the search path, not this one
-        if name != "python":
-            program.write_text(f"from dape_jax.{COMMANDS[name]} import command\ncommand()\n")
-            arguments = [str(program), *arguments, *(small(tmp_path) if name == "dape-train" else ())]
-        return run_python(*arguments, cwd=where)
+    for name, module_of in COMMANDS.items():  # console commands, whose directory is in the search path, not this one
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        more = f"import sys; sys.argv += {small(tmp_path) if name == 'dape-train' else []}"
+        program.write_text(f"#!{sys.executable}\n{more}\nfrom dape_jax.{module_of} import command\ncommand()\n")
+        program.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
 
-    *commands, contracts = re.findall(r"^    ((?:dape-|python ).*)$", page, re.MULTILINE)
-    assert len(commands) == 4
-    for line in commands:
-        done = type_in(line)
-        assert done.returncode == 0, (line, done.stderr[-2000:])
-    saved = json.loads((here / "runs/own/config.json").read_text())["config"]["model"]
+    def type_in(lines: str, where: Path = here) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            ["bash", "-ec", lines], cwd=where, env=environment(PATH=path), capture_output=True, text=True, check=False
+        )
+
+    commands, contracts = (
+        block for block in re.findall(r"(?:^    .*\n)+", page, re.MULTILINE) if "my_methods" in block
+    )
+    done = type_in(commands)
+    assert done.returncode == 0, done.stderr[-2000:]
+    saved = json.loads((here / "runs/own/seed1/config.json").read_text())["config"]["model"]
     assert (saved["bias"], saved["imports"]) == ({"name": "inverse", "initial_a": 1.0}, ["my_methods"])
-    assert {run["name"] for run in json.loads((here / "runs/lengths.json").read_text())["runs"]} == {"own", "dape"}
-    resumed = type_in(commands[0])
-    assert "complete: step 2 of 2" in resumed.stderr
+    report = json.loads((here / "runs/lengths.json").read_text())
+    assert [run["name"] for run in report["runs"]] == [f"{name}/seed{i}" for name in ("dape", "own") for i in range(3)]
+    assert [(method["name"], "differences" in method) for method in report["methods"]] == [
+        ("dape", False),
+        ("own", True),
+    ]
+    assert (here / "runs/lengths.pdf").read_bytes().startswith(b"%PDF")
+    train = re.findall(r"dape-train .*\\\n.*", commands)[0].replace("$seed", "0")
+    assert "complete: step 2 of 2" in type_in(train).stderr
     done = type_in("dape-train --import=my_methods --config=configs/quickstart.py --help=model.bias")
     assert "--config.model.bias.initial_a  (float)\n      initial value of a\n      default: 1.0" in done.stdout
 
     for line, words in (
-        ("dape-export --workdir=runs/own --output=exported", "error: model.bias.name = 'inverse': .* to be exported"),
-        (commands[0].replace("--import=my_methods", ""), "error: model.bias.name = 'inverse': .*--import=MODULE.*"),
         (
-            "dape-eval --workdir=../runs/own --lengths=8",
+            "dape-export --workdir=runs/own/seed0 --output=exported",
+            "error: model.bias.name = 'inverse': .* to be exported",
+        ),
+        (train.replace("--import=my_methods", ""), "error: model.bias.name = 'inverse': .*--import=MODULE.*"),
+        (
+            "dape-eval --workdir=../runs/own/seed0 --lengths=8",
             "error: model.imports = 'my_methods': not found: .* PYTHONPATH.*",
         ),
     ):
@@ -157,6 +172,7 @@ def test_methods_outside_the_package(tmp_path):
         assert re.fullmatch(words, done.stderr.splitlines()[-1]), (line, done.stderr)
         assert "Traceback" not in done.stderr
 
+    contracts = contracts.strip()
     done = type_in(f"{contracts} -q -p no:cacheprovider")
     assert re.search("30 passed in", done.stdout), done.stdout[-3000:]
     (here / "my_methods.py").write_text(module + FAULTY)
@@ -164,5 +180,5 @@ def test_methods_outside_the_package(tmp_path):
     assert re.search("1 failed, 1 passed, ", done.stdout), done.stdout[-3000:]
     broken = module.replace("import jax.numpy as jnp", "import jax.numpyy as jnp")
     (here / "my_methods.py").write_text(broken)
-    done = type_in(commands[0])
+    done = type_in(train)
     assert re.fullmatch("error: --import = 'my_methods': No module named 'jax.numpyy'", done.stderr.splitlines()[-1])

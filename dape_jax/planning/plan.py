@@ -497,7 +497,8 @@ def to_markdown(run: RunConfig, hardware: Slice, plans: list[Plan], utilisation:
         assert chosen.step_seconds
         least = cost["steps"] * chosen.step_seconds / 3600
         hours, chip_hours, least_hours = (
-            f"{each:,.1f}" if each >= 1 else f"{each:.2g}" for each in (cost["hours"], cost["chip_hours"], least)
+            f"{each:,.1f}" if each >= 1 else f"{each:.2g}" if each >= 0.01 else "< 0.01"
+            for each in (cost["hours"], cost["chip_hours"], least)
         )
         time_text = f"{hours} hours, {chip_hours} chip-hours at a utilisation of {utilisation:.0%}"
         time_text += f" (--utilisation); at least {least_hours} hours"
