@@ -432,6 +432,8 @@ def test_unsupported_arguments_are_refused_with_the_reason():
         config = DapeConfig(3, 5, **options)
         processor = nnx.eval_shape(lambda config=config: config.build(3, has_bias=False, rngs=nnx.Rngs(0)))
         assert next(iter(options)) in ask(bias=None, processor=processor)
+    assert ask(Case(head_dim=7)) is None
+    assert "even number in bfloat16" in ask(Case(head_dim=7), jnp.bfloat16)
     assert "float64" in ask(dtype=np.float64)
     assert "float16" in ask(processor=Case().abstract_layer(jnp.float16)[1])
     q, k = shapes(Case())

@@ -431,9 +431,12 @@ def tilings(
     `sizes` are W, P and C; see `tables.convolution_sizes`.
 
     Raises:
-        NotImplementedError: the size of the device's VMEM is unknown, or no block of rows fits into it.
+        NotImplementedError: the size of the device's VMEM is unknown, no block of rows fits into it, or K is odd in 16
+            bits, of which a register has pairs.
     """
     num_rows, num_heads, head_dim = q_BTHK.shape[1:]
+    if head_dim % 2 and q_BTHK.dtype.itemsize == 2:
+        raise NotImplementedError(f"a head has {head_dim} dims, and must have an even number in {q_BTHK.dtype}")
     num_keys, num_groups = k_BSGK.shape[1:3]
     device_kind = device_kind or this_device_kind()
     if device_kind not in VMEM_BYTES:
