@@ -7,13 +7,13 @@ MLP, a bytes of the compute dtype and 4 bytes of float32, a layer keeps for the 
 
     its input                       4 N D                                        with every remat policy
     results of matmuls              a N (2 D + H K + 2 G K + F)                  with "dots" or "none"
-    norms, activation, attention    N (12 D + a (2 D + H K + 4 F))               with "none"
+    norms, activation, attention    N (12 D + a (2 D + H K + A F))               with "none"
     dense scores                    4 B T^2 (3 H + 4 C)                          with "none"
 
-The step also holds what one layer recomputes or differentiates, of which the compiler fuses a part, a block of scores
-with its gradients, 4 B rows T (3 H + 4 C), the logits of a chunk and their gradient, gathered weights and the gradients
-of all parameters. The compiler's own buffers and fragmentation are not counted. `tests/test_planning.py` compares the
-sum with programs that were compiled.
+where A is 1 for GELU, whose slope alone is kept, else 4. The step also holds what one layer recomputes or
+differentiates, of which the compiler fuses a part, a block of scores with its gradients, 4 B rows T (3 H + 4 C), the
+logits of a chunk and their gradient, gathered weights and the gradients of all parameters. The compiler's own buffers
+and fragmentation are not counted. `tests/test_planning.py` compares the sum with programs that were compiled.
 """
 
 import math
@@ -55,7 +55,8 @@ def estimate_memory(
             rows["at once"] = max(rows["at once"], min(attention.block_size, local))
 
     dots = a * N * (2 * D + (H + 2 * G) * K + (1 + model.gated_mlp) * F)
-    others, fused = N * (12 * D + a * (2 * D + H * K + 4 * F)), N * (8 * D + 3 * a * F)
+    A = 1 if model.activation == "gelu" else 4
+    others, fused = N * (12 * D + a * (2 * D + H * K + A * F)), N * (8 * D + (A - 1) * a * F)
     kept = {"full": 0, "dots": dots, "none": dots + others}[model.remat] + 4 * N * D
     tokens, is_chunked = min(N, train.logits_chunk_tokens), train.logits_chunk_tokens < N
     return {
