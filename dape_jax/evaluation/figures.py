@@ -309,9 +309,8 @@ def add_legend(figure: Figure) -> None:
     }
     columns = max(1, int(13 * figure.get_figwidth() / (max(map(len, handles)) + 7)))  # 13 letters an inch
     rows = -(-len(handles) // columns)
-    figure.set_figheight(
-        figure.get_figheight() + 0.19 * max(0, rows - 2)
-    )  # a long legend takes no room from the panels
+    # A long legend takes no room from the panels.
+    figure.set_figheight(figure.get_figheight() + 0.19 * max(0, rows - 2))
     figure.legend(
         list(handles.values()),
         list(handles),

@@ -164,10 +164,8 @@ def evaluate(
         for rotary in chosen:
             if (*program_key(model), rotary) not in programs:
                 programs[*program_key(model), rotary] = compile_lengths(model, rotary, len(windows))
-    results, num_bytes = (
-        [],
-        {n: scored_bytes(store, windows, min(n, evaluation.last_tokens)) for n in evaluation.lengths},
-    )
+    results = []
+    num_bytes = {n: scored_bytes(store, windows, min(n, evaluation.last_tokens)) for n in evaluation.lengths}
     for model, of_model in zip(models, identities, strict=True):
         mesh_of_model, params = restore(model)
         for identity in of_model:
