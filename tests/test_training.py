@@ -535,18 +535,18 @@ def make_step(root, **model):
 def test_float16_trains_as_float32_does(root, monkeypatch):
     """Compare losses and parameters after three steps, after which the scale doubles if there is no overflow.
 
-    The unembedding is small, so that gradients underflow in float16 without a loss scale.
+    The unembedding is small at each step, so that gradients underflow in float16 without a loss scale.
     """
     monkeypatch.setattr("dape_jax.training.step.STEPS_TO_DOUBLE", 3)
 
     def three_steps(dtype, scale=None):
         state, take = make_step(root, dtype=dtype)
         start = jax.device_get(state.params)
-        params = state.params | {"unembedding_DV": state.params["unembedding_DV"] * 1e-4}
+        small = {"unembedding_DV": state.params["unembedding_DV"] * 1e-3}
         health = state.health if scale is None else state.health._replace(loss_scale=jnp.float32(scale))
-        state = state._replace(params=params, health=health)
+        state = state._replace(health=health)
         for _ in range(3):
-            state, metrics = take(state)
+            state, metrics = take(state._replace(params=state.params | small))
         moved = jax.tree.map(lambda new, old: new - old, jax.device_get(state.params), start)
         return moved["layers"]["mlp"]["up_DF"], metrics["loss_nats"], state.health.loss_scale
 
@@ -557,8 +557,8 @@ def test_float16_trains_as_float32_does(root, monkeypatch):
     assert half == pytest.approx(loss, abs=5e-3)
     assert scale == 2 * FIRST_SCALE
     error, without_scale = (np.linalg.norm(x - expected) / np.linalg.norm(expected) for x in (found, unscaled))
-    assert error < 0.05
-    assert without_scale > 2 * error
+    assert error < 0.01
+    assert without_scale > 10 * error
 
 
 def test_an_overflow_in_float16_is_skipped_and_lowers_the_scale(root):
