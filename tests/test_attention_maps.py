@@ -9,7 +9,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import tiny
-from test_command_lines import run
+from processes import run_python
 
 from dape_jax.config import RunConfig
 from dape_jax.data.tokenizers import Bytes
@@ -192,7 +192,7 @@ def test_text_that_has_changed_since_training_leaves_another_way(workdir, tmp_pa
 def test_command_line(workdir, tmp_path):
     (tmp_path / "text").write_bytes(b"<script>&\xff " * 20)
     flags = [f"--workdir={workdir}", "--length=100", f"--text={tmp_path}/text", f"--output={tmp_path}/out"]
-    done = run("-m", "dape_jax.tools.attention_maps", *flags)
+    done = run_python("-m", "dape_jax.tools.attention_maps", *flags)
     assert done.returncode == 0, done.stderr
     page = tmp_path / "out" / "index.html"
     assert done.stdout.splitlines()[-1] == f"page: {page}"

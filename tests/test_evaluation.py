@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from matplotlib.figure import Figure
-from test_command_lines import run as run_command
+from processes import run_python
 
 from dape_jax import provenance
 from dape_jax.config import CHOICES, RunConfig
@@ -1004,13 +1004,13 @@ def test_every_protocol_from_the_command_line(runs):
     common = runs[0].parent
     for protocol, stem in (("delta", "delta"), ("positions", "positions")):
         flags = (f"--workdir={runs[0]},{runs[1]}", "--lengths=16,32", f"--protocol={protocol}", "--format=md")
-        done = run_command("eval.py", *flags)
+        done = run_python("eval.py", *flags)
         assert done.returncode == 0, done.stderr
         assert str(common / f"{stem}.png") in done.stdout
         assert sorted(file.name for file in common.glob(f"{stem}.*")) == [f"{stem}.{e}" for e in ("json", "md", "png")]
-    done = run_command("eval.py", "--help")
+    done = run_python("eval.py", "--help")
     assert all(f"--{name}" in done.stdout for name in ("workdir", "protocol", "[no]dropout", "num_sequences"))
-    done = run_command("eval.py", f"--workdir={runs[0]}", "--num_sequences=3")
+    done = run_python("eval.py", f"--workdir={runs[0]}", "--num_sequences=3")
     assert done.returncode == 2
     assert done.stderr.splitlines() == ["error: num_sequences = 3: must not be given: it is only for runs on tasks"]
 
