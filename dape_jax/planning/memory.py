@@ -12,8 +12,9 @@ MLP, a bytes of the compute dtype and 4 bytes of float32, a layer keeps for the 
 
 where A is 1 for GELU, whose slope alone is kept, else 4. The step also holds what one layer recomputes or
 differentiates, of which the compiler fuses a part, a block of scores with its gradients, 4 B rows T (3 H + 4 C), the
-logits of a chunk and their gradient, gathered weights and the gradients of all parameters. The compiler's own buffers
-and fragmentation are not counted. `tests/test_planning.py` compares the sum with programs that were compiled.
+logits of a chunk in float32 and their gradient in the compute dtype, gathered weights and the gradients of all
+parameters. The compiler's own buffers and fragmentation are not counted. `tests/test_planning.py` compares the sum with
+programs that were compiled.
 """
 
 import math
@@ -63,6 +64,6 @@ def estimate_memory(
         "gradients": state["parameters"] * (1 + (train.accumulation_steps > 1)),
         "activations": model.num_layers * kept + (row * rows["kept"] if model.remat == "none" else 0),
         "one layer": dots + others - fused + row * rows["at once"],
-        "logits": 8 * tokens * V,
+        "logits": (a + 4) * tokens * V,
         "gathered weights": (a + 4 * is_chunked) * V * D + (a + 4) * D * F,  # the table, a matrix and their gradients
     }
