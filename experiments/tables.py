@@ -469,9 +469,8 @@ def tpu_steps() -> str:
         for length in (512, 2048, 8192):
             ratios = [f"{select(found, length=length, method=method)['ratio']:.2f}" for method in methods]
             ours = select(found, length=length, method="dape1x3-kerple")
-            ms = ours["kernels_ms"] + ours["other_ms"]
-            share = f"{100 * ours['kernels_ms'] / ms:.0f} %"
-            rows.append([model.upper(), chip, f"{length:,}", *ratios, f"{ms:,.0f} ms", share])
+            share = f"{100 * ours['kernels_ms'] / step_ms(ours):.0f} %"
+            rows.append([model.upper(), chip, f"{length:,}", *ratios, f"{step_ms(ours):,.0f} ms", share])
     printed = [each for each in paper_tables()["curves"] if (each["source"], each["size"]) == ("table 7", "350m")]
     *others, ours = (select(printed, method=method)["values"]["512"] for method in (*methods, "dape1x3-kerple"))
     ratios = [f"{each / ours:.2f}" for each in others]
@@ -479,30 +478,53 @@ def tpu_steps() -> str:
     return table(["model", "chip", "T", *(NAMES[m] for m in (*methods, "dape1x3-kerple")), "in its kernels"], rows)
 
 
-def step_rows(length: int, methods: Sequence[str]) -> list[Row]:
-    """Return compiled steps of 350M on v5e, with the times of their parts."""
-    found = read("step_cycles/v5e-350m-parts/step_cycles.json")["rows"]
-    return [select(found, length=length, method=method) for method in methods]
+def step_rows(name: str, length: int, methods: Sequence[str], model: str = "350m") -> list[Row]:
+    """Return compiled training steps with the times of their parts."""
+    found = read(f"step_cycles/{name}/step_cycles.json")["rows"]
+    return [select(found, model=model, length=length, method=method) for method in methods]
+
+
+def step_ms(row: Row) -> float:
+    """Return the estimated time of a training step."""
+    return row["kernels_ms"] + row["other_ms"]
+
+
+def tpu_step_ratios() -> str:
+    """Return the estimated times of steps with Kerple and with DAPE1x3-Kerple on v5e, now and before."""
+
+    def cells(rows: Iterable[Row]) -> list[str]:
+        plain, ours = map(step_ms, rows)
+        return [f"{plain:,.0f} ms", f"{ours:,.0f} ms", f"{ours / plain:.2f}"]
+
+    lines = []
+    for model, length in ((model, length) for model in ("125m", "350m") for length in (128, 512, 2048, 8192)):
+        plain, ours = now = step_rows("v5e", length, PAIR, model)
+        old = cells(step_rows(f"v5e-{model}", length, PAIR, model)) if length > 128 else [""] * 3
+        differences = (ours[name] - plain[name] for name in ("kernels_ms", "other_ms"))
+        lines.append([model.upper(), f"{length:,}", *cells(now), *(f"{ms:.0f} ms" for ms in differences), *old])
+    names = [*(NAMES[method] for method in PAIR), "ratio"]
+    header = ["model", "T", *names, "difference in kernels", "elsewhere", *(f"before: {name}" for name in names)]
+    return table(header, lines)
 
 
 def tpu_step_parts() -> str:
-    """Return the estimated times of the parts of a training step, its MFU, and RoPE beside NoPE, DAPE beside Kerple."""
+    """Return the times of the parts of a training step of 350M on v5e, and RoPE beside NoPE, DAPE beside Kerple."""
+    found = step_rows("v5e-350m-rope", 512, ("nope", "rope", *PAIR)) + step_rows("v5e", 2048, PAIR)
     rows, beside = [], {"rope": "nope", "dape1x3-kerple": "kerple"}
-    for length in (512, 2048):
-        total = {}
-        for row in step_rows(length, ("nope", "rope", "kerple", "dape1x3-kerple")):
-            method, parts = row["method"], (row["kernels_ms"], row["matmuls_ms"], row["other_ms"] - row["matmuls_ms"])
-            total[method] = sum(parts)
-            cells = [f"{ms:,.0f} ms" for ms in (*parts, total[method])]
-            ratio = f"{total[method] / total[beside[method]]:.2f} {NAMES[beside[method]]}" if method in beside else ""
-            rows.append([NAMES[method], f"{length:,}", *cells, ratio, f"{100 * row['mfu']:.0f} %"])
+    for row in found:
+        method, parts = row["method"], (row["kernels_ms"], row["matmuls_ms"], row["other_ms"] - row["matmuls_ms"])
+        cells, ratio = [f"{ms:,.0f} ms" for ms in (*parts, step_ms(row))], ""
+        if method in beside:
+            other = select(found, method=beside[method], length=row["length"])
+            ratio = f"{step_ms(row) / step_ms(other):.2f} {NAMES[beside[method]]}"
+        rows.append([NAMES[method], f"{row['length']:,}", *cells, ratio, f"{100 * row['mfu']:.0f} %"])
     return table(["method", "T", "kernels", "matmuls", "rest", "all", "ratio to", "MFU"], rows)
 
 
 def tpu_operations(length: int) -> str:
     """Return the ten most expensive operations of a training step outside kernels, without matmuls."""
-    columns, methods = [], ("kerple", "dape1x3-kerple")
-    for row in step_rows(length, methods):
+    columns = []
+    for row in step_rows("v5e", length, PAIR):
         cells = []
         for operation in row["operations"]:
             path, name = operation["jax_name"].split("/"), operation["jax_name"].rpartition("/")[2]
@@ -514,7 +536,7 @@ def tpu_operations(length: int) -> str:
                 [f"{again}`{name or operation['name']}`, {place or 'by the compiler'}", f"{operation['ms']:.1f}"]
             )
         columns.append(cells)
-    header = [name for method in methods for name in (NAMES[method], "ms")]
+    header = [name for method in PAIR for name in (NAMES[method], "ms")]
     return table(header, [[cell for cells in line for cell in cells] for line in zip(*columns, strict=True)])
 
 
@@ -542,34 +564,39 @@ def h100_utilisation() -> str:
     )
 
 
+def costs_of(content: Any, plan: Row) -> list[str]:
+    """Return the cells of a plan on the time of a step, and of all steps."""
+    step = [f"{1e3 * plan['step_seconds']:.0f} ms", f"{100 * plan['mfu']:.0f} %"]
+    return step + [f"{content['costs'][name]:,.1f}" for name in ("hours", "chip_hours")]
+
+
+COSTS = ("a step at least", "MFU at most", "hours at 10 %", "chip-hours")
+
+
 def gpu_plans() -> str:
     """Return the plans of the paper's four sizes on GPUs: memory by formula, and costs of all steps."""
     rows = []
     for name in ("125m-h100", "350m-a100", "2.7b-h200", "6.7b-h100", "6.7b-b200"):
         content = read(f"planning/{name}/plan.json")
-        plan, cost = content["plans"][content["best"]], content["costs"]
+        plan = content["plans"][content["best"]]
         row = [name.partition("-")[0], content["topology"], plan["mesh"], plan["remat"]]
         row += [f"{plan['peak_bytes'] / 2**30:.1f} GiB", f"{content['largest_batch']:,} x {plan['length']}"]
-        row += [f"{1e3 * plan['step_seconds']:.0f} ms", f"{100 * plan['mfu']:.0f} %"]
-        rows.append([*row, *(f"{cost[name]:,.1f}" for name in ("hours", "chip_hours"))])
-    header = ("model", "GPUs", "mesh", "remat", "peak", "largest batch", "a step at least", "MFU at most")
-    return table([*header, "hours at 10 %", "chip-hours"], rows)
+        rows.append([*row, *costs_of(content, plan)])
+    return table(["model", "GPUs", "mesh", "remat", "peak", "largest batch", *COSTS], rows)
 
 
 def plans() -> str:
-    """Return the plans of the paper's four sizes: memory and lower bounds of the time of a step."""
-    rows, gib, limits = [], 2**30, ("compute", "memory", "interconnect")
+    """Return the plans of the paper's four sizes on TPU slices: compiled memory, and costs of all steps."""
+    rows, gib = [], 2**30
     for name in ("125m", "125m-blockwise", "125m-T8192", "350m", "2.7b", "6.7b", "6.7b-T4096"):
         content = read(f"planning/{name}/plan.json")
         plan = content["plans"][content["best"]]
         held = plan["held_bytes"]["parameters"] + plan["held_bytes"]["moments"]
-        batch, received = f"{plan['batch_size']} x {plan['length']}", sum(c["num_bytes"] for c in plan["collectives"])
-        row = [name, content["topology"], plan["mesh"], batch, f"{held / gib:.2f} GiB"]
-        row += [f"{plan['peak_bytes'] / gib:.2f} GiB", f"{received / 1e9:.1f} GB"]
-        row += [f"{1e3 * plan['roofline_seconds'][limit]:,.0f} ms" for limit in limits]
-        rows.append([*row, f"{100 * plan['mfu']:.0f} %"])
-    header = ("model", "slice", "mesh", "batch x length", "parameters and moments", "peak", "received")
-    return table([*header, *limits, "MFU at most"], rows)
+        row = [name, content["topology"], plan["mesh"], f"{plan['batch_size']} x {plan['length']}"]
+        row += [f"{held / gib:.2f} GiB", f"{plan['peak_bytes'] / gib:.2f} GiB"]
+        rows.append([*row, *costs_of(content, plan)])
+    header = ("model", "slice", "mesh", "batch x length", "parameters and moments", "peak")
+    return table([*header, *COSTS], rows)
 
 
 def sampling() -> str:
