@@ -87,10 +87,8 @@ def delta_table(results: Results) -> Table:
     for panel in below:
         plot_by_length(panel, results, "differences", "delta", f"ΔP minus that of\n{_baseline(results)}")
     for panel, name in zip((axes, *below), ("deltas", "differences"), strict=False):
-        if (
-            max(map(abs, only_drawn(each["delta"] for run in results if name in run for each in run[name])), default=0)
-            > 10
-        ):
+        values = only_drawn(each["delta"] for run in results if name in run for each in run[name])
+        if max(map(abs, values), default=0) > 10:
             panel.set_yscale("symlog", linthresh=1)  # a model that breaks would flatten the others
     axes.axhline(0, color="gray", linewidth=1, zorder=1.9)  # below the curves
     add_legend(figure)
@@ -140,13 +138,16 @@ def _of_methods(results: Results, mean: str, difference: str) -> str:
     """Return what a caption says of seeds and of differences from the baseline, if there are any."""
     over = f" Over several seeds: {mean}, with the interval over these and seeds."
     differences = f" Differences: {difference.format(_baseline(results))}."
-    return over * any("seeds)" in _in_table(run) for run in results) + differences * bool(_baseline(results))
+    return over * any(_num_seeds(run) > 1 for run in results) + differences * bool(_baseline(results))
+
+
+def _num_seeds(run: dict[str, Any]) -> int:
+    return len(run["runs"]) if "runs" in run else 1
 
 
 def _in_table(run: dict[str, Any]) -> str:
     """Return the name of a method in a table, with the number of its seeds if there are several."""
-    seeds = len(run["runs"]) if "runs" in run else 1
-    return run["name"] + f" ({seeds} seeds)" * (seeds > 1)
+    return run["name"] + f" ({_num_seeds(run)} seeds)" * (_num_seeds(run) > 1)
 
 
 def _baseline(results: Results) -> str:
