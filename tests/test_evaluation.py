@@ -1044,3 +1044,10 @@ def test_checkpoints_are_evaluated_as_they_appear(tmp_path, monkeypatch, caplog)
     assert ran == [("2", "step_2"), ("8", "step_8"), ("10", "step_10")]
     assert f"step 4: its results are in {tmp_path}/step_4" in caplog.messages
     assert "step 6: deleted before it was evaluated" in caplog.messages
+
+
+def test_the_interval_of_a_single_length_is_drawn():
+    axes = Figure().subplots()
+    figures.band(axes, [64], [(1.0, 2.0)], "C0")
+    (line,) = axes.lines
+    np.testing.assert_array_equal(line.get_xydata(), [[64, 1], [64, 2]])

@@ -60,8 +60,10 @@ def main(given: Flags) -> None:
     require(not (given.plot and given.workdir), "--plot", given.plot, "must not be given with --workdir")
     if given.plot:
         from dape_jax.evaluation.figures import redraw
+        from dape_jax.provenance import make_results_directory
 
-        file, output = to_path(given.plot, "--plot"), to_path(given.output, "--output") if given.output else None
+        file = to_path(given.plot, "--plot")
+        output = make_results_directory(to_path(given.output, "--output")) if given.output else None
         print(f"\nfigure: {redraw(file, command_line.from_flags(Options), output).figure}")
         return
 

@@ -296,11 +296,13 @@ def escaped(name: str) -> str:
 def band(
     axes: Axes, x: Sequence[int], intervals: Sequence[tuple[float | None, float | None]], color: ColorType
 ) -> None:
-    """Shade the intervals, if there are any."""
+    """Shade the intervals, if there are any; a single one, which has no area, is a line."""
     low = drawn(low for low, _ in intervals if low is not None)
     high = drawn(high for _, high in intervals if high is not None)
     if len(low) == len(high) == len(x):
         axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+        if len(x) == 1:
+            axes.plot([*x, *x], [*low, *high], color=color, alpha=0.4)
 
 
 def add_legend(figure: Figure) -> None:
