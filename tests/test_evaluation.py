@@ -1049,5 +1049,6 @@ def test_checkpoints_are_evaluated_as_they_appear(tmp_path, monkeypatch, caplog)
 def test_the_interval_of_a_single_length_is_drawn():
     axes = Figure().subplots()
     figures.band(axes, [64], [(1.0, 2.0)], "C0")
-    (line,) = axes.lines
-    np.testing.assert_array_equal(line.get_xydata(), [[64, 1], [64, 2]])
+    (area,) = axes.collections
+    assert area.get_linewidth() > 0
+    assert {tuple(point) for point in area.get_paths()[0].vertices} == {(64, 1), (64, 2)}

@@ -300,9 +300,8 @@ def band(
     low = drawn(low for low, _ in intervals if low is not None)
     high = drawn(high for _, high in intervals if high is not None)
     if len(low) == len(high) == len(x):
-        axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
-        if len(x) == 1:
-            axes.plot([*x, *x], [*low, *high], color=color, alpha=0.4)
+        alpha, linewidth = (0.4, 1.5) if len(x) == 1 else (0.15, 0)
+        axes.fill_between(x, low, high, color=color, alpha=alpha, linewidth=linewidth)
 
 
 def add_legend(figure: Figure) -> None:
