@@ -13,6 +13,7 @@ import functools
 import inspect
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -47,8 +48,8 @@ logger = logging.getLogger(__name__)
 def score(
     q_BTHK: Float[Array, "B T H K"],
     k_BSGK: Float[Array, "B S G K"],
-    q_pos_T: Integer[Array, "T"] | None = None,
-    k_pos_S: Integer[Array, "S"] | None = None,
+    q_pos_T: Integer[Array, "T"] | Sequence[int] | None = None,
+    k_pos_S: Integer[Array, "S"] | Sequence[int] | None = None,
     *,
     bias: Bias | ContextualBias | None = None,
     causal: bool = True,
@@ -65,14 +66,14 @@ def attend(
     q_BTHK: Float[Array, "B T H K"],
     k_BSGK: Float[Array, "B S G K"],
     v_BSGK: Float[Array, "B S G K"],
-    q_pos_T: Integer[Array, "T"] | None = None,
-    k_pos_S: Integer[Array, "S"] | None = None,
+    q_pos_T: Integer[Array, "T"] | Sequence[int] | None = None,
+    k_pos_S: Integer[Array, "S"] | Sequence[int] | None = None,
     *,
     bias: Bias | ContextualBias | None = None,
     processor: Processor | None = None,
     causal: bool = True,
     window: int | None = None,
-    segment_ids: Int[Array, "B S"] | None = None,
+    segment_ids: Int[Array, "B S"] | Sequence[Sequence[int]] | None = None,
     scale: Float[Array, ""] | float | None = None,
     cap: Float[Array, ""] | float | None = None,
     implementation: "str | Implementation" = "auto",
@@ -90,7 +91,7 @@ def attend(
             consecutive positions, as in self-attention. Only then a kernel can be used, and only then blocks of rows
             read the keys before them, not all keys.
         k_pos_S: positions of the keys, increasing: the convolution treats neighbouring columns as neighbouring keys.
-            Padding at the end has negative positions. None for 0..S-1.
+            Padding at the end has negative positions; padding on the left is a segment. None for 0..S-1.
         bias: position bias or contextual encoding, or None.
         processor: function of the scores; None for scores + bias.
         causal: a query sees no key after it. If False, distances are |i - j| and both sides are visible.
@@ -105,29 +106,32 @@ def attend(
 
     Returns:
         The attended values in the dtype of `v_BSGK`. Scores, bias and softmax are float32 (float64 if the inputs are).
+        With DAPE they have reverse-mode derivatives only, of any order: a Hessian is `jax.jacrev(jax.grad(f))`.
 
     Raises:
         InputError: the arrays are not of floating point, the shapes are inconsistent (also those that the bias or the
-            processor returns), key positions do not increase (seen outside of `jit` only), a config or an array is
-            given instead of a module, or an option is not allowed.
+            processor returns), key positions do not increase (seen outside of `jit` only), a name, a config or an array
+            is given instead of a module, or an option is not allowed.
         NotImplementedError: "fused" has no kernel for these arguments; the message gives the reason.
     """
-    if isinstance(implementation, str):
-        allowed = f"must be one of {list(IMPLEMENTATIONS)}, or an instance of one"
-        require(implementation in IMPLEMENTATIONS, "implementation", implementation, allowed)
-    chosen: Implementation = IMPLEMENTATIONS[implementation]() if isinstance(implementation, str) else implementation
-    check_arrays(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S)
-    given = q_pos_T is not None or k_pos_S is not None
-    starts_BS = None
-    if segment_ids is not None:
-        require(not given, "q_pos_T, k_pos_S", "given", "must be None with segment_ids")
-        shape, expected = jnp.shape(segment_ids), k_BSGK.shape[:2]
-        require(shape == expected, "segment_ids.shape", shape, f"must be [B, S] = {expected}")
-        starts_BS = segment_starts(segment_ids)
-    positions = _positions(q_BTHK.shape[1], k_BSGK.shape[1], q_pos_T, k_pos_S, starts_BS)
-    mask = Mask(causal, window, row_stride=None if given else 1)
+    named: dict[Any, type[Implementation]] = IMPLEMENTATIONS
+    chosen: Any = named[implementation]() if implementation in named else implementation
+    allowed = f"must be one of {list(named)}, or an instance of one"
+    require(isinstance(chosen, Implementation), "implementation", implementation, allowed)
+    q_pos, k_pos = (x if x is None or isinstance(x, jax.Array) else np.asarray(x) for x in (q_pos_T, k_pos_S))
     score_mod = ScoreMod(bias, Plain() if processor is None else processor, scale, cap)
     check_modules(score_mod)
+    check_arrays(q_BTHK, k_BSGK, v_BSGK, q_pos, k_pos, score_mod.processor.key_halo != (0, 0))
+    given = q_pos is not None or k_pos is not None
+    starts_BS = None
+    if segment_ids is not None:
+        segments = jnp.asarray(segment_ids)
+        require(not given, "q_pos_T, k_pos_S", "given", "must be None with segment_ids")
+        shape, expected = segments.shape, k_BSGK.shape[:2]
+        require(shape == expected, "segment_ids.shape", shape, f"must be [B, S] = {expected}")
+        starts_BS = segment_starts(segments)
+    positions = _positions(q_BTHK.shape[1], k_BSGK.shape[1], q_pos, k_pos, starts_BS)
+    mask = Mask(causal, window, row_stride=None if given else 1)
     args = q_BTHK, k_BSGK, v_BSGK, positions, score_mod
     if all(isinstance(leaf, jax.Array | np.ndarray | float) for leaf in jax.tree.leaves(args)):
         return _attend_compiled(chosen, mask, *args)
@@ -148,10 +152,9 @@ def _attend_compiled(
     return implementation.attend_rows(q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask)
 
 
-def _positions(
-    num_rows: int, num_keys: int, q_pos_T: Array | None, k_pos_S: Array | None, starts_BS: Array | None = None
-) -> Positions:
+def _positions(num_rows: int, num_keys: int, q_pos: Any, k_pos: Any, starts_BS: Array | None = None) -> Positions:
     """Return the positions of a call of `attend`; see there."""
+    q_pos_T, k_pos_S = (None if pos is None else jnp.asarray(pos) for pos in (q_pos, k_pos))
     q_pos_T, k_pos_S = (  # differences of unsigned positions would wrap around
         pos.astype(np.int32) if pos is not None and jnp.issubdtype(pos.dtype, jnp.unsignedinteger) else pos
         for pos in (q_pos_T, k_pos_S)
@@ -161,27 +164,31 @@ def _positions(
     return Positions(q_pos_T, k_pos_S, None if starts_BS is None else starts_BS[:, num_keys - num_rows :], starts_BS)
 
 
-def check_arrays(q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, q_pos_T: Any = None, k_pos_S: Any = None) -> None:
-    """Raise `InputError` if dtypes or shapes are wrong."""
+def check_arrays(q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, q_pos_T: Any, k_pos_S: Any, mixes_keys: bool) -> None:
+    """Raise `InputError` if dtypes, shapes or positions are wrong."""
     for name, x, layout, pos_name, pos in (
         ("q_BTHK", q_BTHK, "B, T, H, K", "q_pos_T", q_pos_T),
         ("k_BSGK", k_BSGK, "B, S, G, K", "k_pos_S", k_pos_S),
         ("v_BSGK", v_BSGK, "B, S, G, K", "k_pos_S", k_pos_S),
     ):
-        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        require(isinstance(x, jax.Array | np.ndarray), name, type(x).__name__, "must be an array of JAX or NumPy")
+        is_float = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
         require(is_float, f"{name}.dtype", x.dtype.name, "must be float16, bfloat16, float32 or float64")
         allowed = f"must be [{layout}], rows before heads, all above 0"
         require(x.ndim == 4 and 0 not in x.shape, f"{name}.shape", x.shape, allowed)
         if pos is not None:
             rows = layout[3]
-            require(jnp.ndim(pos) == 1, pos_name, jnp.shape(pos) or pos, f"must be [{rows}], the same for the batch")
+            require(pos.ndim == 1, pos_name, pos.shape or pos, f"must be [{rows}], the same for the batch")
+            is_integer = jnp.issubdtype(pos.dtype, jnp.integer)
+            require(is_integer, f"{pos_name}.dtype", pos.dtype.name, "must be integers: positions, not a mask")
             allowed = f"must be [{layout}], rows before heads, with {rows} = {len(pos)}, the length of {pos_name}"
             require(x.shape[1] == len(pos), f"{name}.shape", x.shape, allowed)
     if k_pos_S is not None and not isinstance(k_pos_S, Tracer):
         pos = np.asarray(k_pos_S).astype(np.int64)
-        falls = np.flatnonzero(np.diff(pos[pos >= 0]) <= 0)[:1].tolist()
-        allowed = "must increase at every key that is not padding; for packed documents give segment_ids, no positions"
-        require(not falls, "k_pos_S", [pos[pos >= 0][each : each + 2].tolist() for each in falls], allowed)
+        pos = pos if mixes_keys else pos[pos >= 0]
+        falls = np.flatnonzero((pos[1:] >= 0) & ((pos[:-1] < 0) | (np.diff(pos) <= 0)))[:1].tolist()
+        allowed = "must increase, padding last; for packed documents or padding on the left give segment_ids instead"
+        require(not falls, "k_pos_S", [pos[each : each + 2].tolist() for each in falls], allowed)
     (batch, num_rows, heads, head_dim), groups = q_BTHK.shape, k_BSGK.shape[2]
     allowed = f"must have B = {batch} and K = {head_dim}, like q_BTHK"
     require((k_BSGK.shape[0], k_BSGK.shape[3]) == (batch, head_dim), "k_BSGK.shape", k_BSGK.shape, allowed)
@@ -192,17 +199,20 @@ def check_arrays(q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, q_pos_T: Any = Non
 
 
 def check_modules(score_mod: ScoreMod) -> None:
-    """Raise `InputError` if a config is given instead of the module that its `build` returns, or an array as bias."""
+    """Raise `InputError` for a config or an array in place of a module, and an array in place of a number."""
     for name, module in (("bias", score_mod.bias), ("processor", score_mod.processor)):
         require(not hasattr(module, "build"), name, module, "is a config: give the module that its build() returns")
-    shape, allowed = (
-        getattr(score_mod.bias, "shape", None),
-        "must be a module, or lambda q_pos, k_pos, *, causal: ARRAY",
-    )
-    require(shape is None, "bias", f"array {shape}", allowed)
-    processor = score_mod.processor
-    is_processor = isinstance(processor, Processor)
-    require(is_processor, "processor", type(processor).__name__, "must be a subclass of Processor")
+    bias, kind = score_mod.bias, type(score_mod.processor)
+    shown = f"array {bias.shape}" if isinstance(bias, jax.Array | np.ndarray) else bias
+    allowed = "must be a module, as build() of a config returns, or lambda q_pos, k_pos, *, causal: ARRAY"
+    require(bias is None or isinstance(bias, ContextualBias) or callable(bias), "bias", shown, allowed)
+    require(issubclass(kind, Processor), "processor", kind.__name__, "must be a subclass of Processor")
+    for name, number in (("scale", score_mod.scale), ("cap", score_mod.cap)):
+        shape = getattr(number, "shape", ())
+        require(shape == (), name, f"array {shape}", "must be a number, the same for all scores")
+    cap = score_mod.cap
+    is_above_0 = cap is None or isinstance(cap, Tracer) or bool(cap > 0)
+    require(is_above_0, "cap", cap, "must be above 0, or None for no cap")
 
 
 def _check_returned(kind: str, module: Any, returned: Any, layout: str, expected: tuple[int, ...]) -> None:

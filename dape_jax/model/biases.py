@@ -47,6 +47,7 @@ class BiasConfig:
 
     module: ClassVar[Any]
     shared_by_layers: ClassVar[bool] = False  # True: one module for all layers
+    reads_content: ClassVar[bool] = False  # True: a contextual encoding, with a bias for each sequence
 
     def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Any:
         """Make the module, or return None if there is no bias."""
@@ -373,7 +374,7 @@ class FireConfig(BiasConfig):
         one_of(self, "model.bias", activation=FIRE_ACTIVATIONS)
 
 
-BIASES = {
+BIASES: dict[str, type[BiasConfig]] = {  # `contextual.py` adds to it
     "nope": NopeConfig,
     "alibi": AlibiConfig,
     "kerple": KerpleConfig,

@@ -6,7 +6,7 @@ In: queries `q_BTHK`, keys `k_BSGK`, their scores and their positions. Out: `bia
 They replace a bias of `biases.py`: in a config (`model.bias`), in `attend`, and in DAPE, which reads them as the bias B
 together with the scores A = Q K^T / sqrt(K).
 
-To add one, follow the instructions in `biases.py`, but add the line to `CONTEXTUAL` at the end of this file.
+To add one, follow the instructions in `biases.py`; its config has `reads_content = True`.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dape_jax.errors import positive, require
-from dape_jax.model.biases import BiasConfig
+from dape_jax.model.biases import BIASES, BiasConfig
 from dape_jax.model.scores import VisiblePairs, over_heads, products
 from dape_jax.sharding import full_precision
 
@@ -106,6 +106,7 @@ class CopeConfig(BiasConfig):
 
     num_positions: int = 64  # P, the official code's npos_max: all positions >= P - 1 share the last embedding
     module = Cope
+    reads_content = True
 
     def __post_init__(self):
         positive(self, "model.bias", "num_positions")
@@ -169,6 +170,7 @@ class TransformerXLConfig(BiasConfig):
     """Config of Transformer-XL's relative positions."""
 
     module = TransformerXL
+    reads_content = True
 
 
-CONTEXTUAL = {"cope": CopeConfig, "transformer_xl": TransformerXLConfig}
+BIASES |= {"cope": CopeConfig, "transformer_xl": TransformerXLConfig}

@@ -22,7 +22,6 @@ import numpy as np
 
 from dape_jax.model.attention import Blockwise, Fused, Implementation
 from dape_jax.model.biases import NopeConfig
-from dape_jax.model.contextual import CONTEXTUAL
 from dape_jax.model.scores import Mask, causal_runs
 from dape_jax.model.transformer import TransformerConfig
 
@@ -91,7 +90,7 @@ def _flops(
     D, H, G, K, L = config.width, config.num_heads, config.num_kv_heads, config.head_dim, config.num_layers
     F, num_ups = config.mlp_width, 1 + config.gated_mlp
     pair = config.processor.pair_flops(H, has_bias=not isinstance(config.bias, NopeConfig))
-    if isinstance(config.bias, tuple(CONTEXTUAL.values())):
+    if config.bias.reads_content:
         num_bias_batches = batch_size
     return Flops(
         projections=passes.projections * L * tokens * 2 * D * (2 * H * K + 2 * G * K),

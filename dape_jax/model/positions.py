@@ -8,7 +8,6 @@ the file.
 """
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -18,7 +17,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dape_jax.errors import positive, require
-from dape_jax.sharding import full_precision
+from dape_jax.hardware import LANES
+from dape_jax.sharding import axis_sizes, full_precision
 
 Heads = Float[Array, "B T H K"]
 RowPositions = Int[Array, "T"] | Int[Array, "B T"]
@@ -90,43 +90,46 @@ class Rope:
         return self.at_length(pos.shape[-1])._rotate(x_BTHK, pos)
 
     def _rotate(self, x_BTHK: Heads, pos: RowPositions) -> Heads:
-        head_dim, dtype = x_BTHK.shape[-1], jnp.promote_types(x_BTHK.dtype, jnp.float32)
+        heads, head_dim = x_BTHK.shape[2:]
+        dtype = jnp.promote_types(x_BTHK.dtype, jnp.float32)
         num_rotated = self.num_rotated(head_dim)
-        others = 0, head_dim - num_rotated
+        half, others = num_rotated // 2, (0, head_dim - num_rotated)
         frequencies_K = np.pad(np.tile(self.frequencies(num_rotated), 2), others)
         scale_111K = jnp.asarray([[[np.pad(np.full(num_rotated, self.scale), others, constant_values=1)]]], dtype)
+        turn_KK = np.pad(np.eye(num_rotated, k=half) - np.eye(num_rotated, k=-half), others)
         angle = jnp.multiply.outer(pos.astype(dtype), jnp.asarray(frequencies_K, dtype))
         angle_BT1K = angle.reshape(-1, pos.shape[-1], 1, head_dim)  # one row for all sequences if pos is [T]
-        cos, sin = (scale_111K * function(angle_BT1K) for function in (jnp.cos, jnp.sin))
-        return _rotated(x_BTHK, cos, sin, num_rotated)
+        # Heads of a device side by side, as many as fit into the lanes of a TPU.
+        n = math.gcd(heads // axis_sizes()["tensor"], max(LANES // head_dim, 1))
+        cos, sin = (jnp.tile(scale_111K * function(angle_BT1K), n) for function in (jnp.cos, jnp.sin))
+        turn = jnp.asarray(np.kron(np.eye(n), turn_KK), x_BTHK.dtype)
+        x = x_BTHK.reshape(*x_BTHK.shape[:2], heads // n, n * head_dim)
+        return _rotated(x, cos, sin, turn).reshape(x_BTHK.shape)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
-def _rotated(x_BTHK: Heads, cos: RowAngles, sin: RowAngles, num_rotated: int) -> Heads:
-    """Return cos x + sin (-b, a, 0), with a and b the halves of the first dims of a head's vector."""
-    turned_BTHK = _turned(x_BTHK, num_rotated, full_precision(x_BTHK.dtype), cos.dtype)
-    return (x_BTHK * cos + turned_BTHK * sin).astype(x_BTHK.dtype)
+@jax.custom_jvp
+def _rotated(x_BTHK: Heads, cos: RowAngles, sin: RowAngles, turn_KK: Float[Array, "K K"]) -> Heads:
+    """Return cos x + sin (-b, a, 0), with a and b the halves of the first dims of each head in the last dim."""
+    return (x_BTHK * cos + _turned(x_BTHK, turn_KK, cos.dtype) * sin).astype(x_BTHK.dtype)
 
 
 @_rotated.defjvp
-def _rotated_jvp(num_rotated, primals, tangents):
+def _rotated_jvp(primals, tangents):
     """The gradient multiplies by sin after its matmul, as the function does: faster than JAX's own, and more exact.
 
-    That is the transpose of a tangent that multiplies before; the halves of sin are equal. cos and sin have no
+    That is the transpose of a tangent that multiplies before; the halves of sin are equal. The other arguments have no
     tangents: positions are integers.
     """
-    (x_BTHK, cos, sin), (tangent_BTHK, *_) = primals, tangents
+    (x_BTHK, cos, sin, turn_KK), (tangent_BTHK, *_) = primals, tangents
     dx_BTHK = tangent_BTHK.astype(cos.dtype)  # once, so that its gradient is rounded once
-    turned_BTHK = _turned(dx_BTHK * sin, num_rotated, full_precision(x_BTHK.dtype), cos.dtype)
-    return _rotated(x_BTHK, cos, sin, num_rotated), (dx_BTHK * cos + turned_BTHK).astype(x_BTHK.dtype)
+    turned_BTHK = _turned(dx_BTHK * sin, turn_KK, cos.dtype)
+    return _rotated(x_BTHK, cos, sin, turn_KK), (dx_BTHK * cos + turned_BTHK).astype(x_BTHK.dtype)
 
 
-def _turned(x_BTHK: Heads, num_rotated: int, precision: jax.lax.Precision | None, dtype: DTypeLike) -> Heads:
+def _turned(x_BTHK: Heads, turn_KK: Float[Array, "K K"], dtype: DTypeLike) -> Heads:
     """Return (-b, a, 0) as an exact matmul, of entries 0, 1 and -1: TPUs move parts of a vector slowly."""
-    half, others = num_rotated // 2, (0, x_BTHK.shape[-1] - num_rotated)
-    turn_KK = np.pad(np.eye(num_rotated, k=half) - np.eye(num_rotated, k=-half), others)
-    options = {"precision": precision, "preferred_element_type": dtype}
-    return jnp.einsum("BTHK,KJ->BTHJ", x_BTHK, jnp.asarray(turn_KK, x_BTHK.dtype), **options)
+    options = {"precision": full_precision(turn_KK.dtype), "preferred_element_type": dtype}
+    return jnp.einsum("BTHK,KJ->BTHJ", x_BTHK, turn_KK.astype(x_BTHK.dtype), **options)
 
 
 @dataclasses.dataclass(frozen=True)

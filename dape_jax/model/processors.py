@@ -276,26 +276,28 @@ def dape(
 ) -> Float[Array, "B H T S"]:
     """Return DAPE V2 (DAPE V1 at W = 1): the scores plus a small convolution of them, over heads and neighbouring keys.
 
-        A + B + Conv2(LeakyReLU(Conv1([tril(A); tril(B)])))        Conv1: 2H -> C, Conv2: C -> H, both 1xW, slope 0.01
-        A + Conv2(LeakyReLU(Conv1(tril(A))))                       without a bias: Conv1: H -> C
+        A + B + Conv2(LeakyReLU(Conv1([tril(A); tril(B)])))    Conv1: 2H -> C, Conv2: C -> H
+        A + Conv2(LeakyReLU(Conv1(tril(A))))                   without a bias: Conv1: H -> C
 
-    tril (zero wherever the mask is False) comes first and keeps a symmetric kernel from reading the future. Row i, with
-    x a visible score and 0 a masked one:
+    Both are 1xW, and the slope is 0.01. tril (zero wherever the mask is False) comes first and keeps a symmetric kernel
+    from reading the future. Row i, with x a visible score and 0 a masked one:
 
-        tril(A)   x x x x 0 0 0 ..                   hidden column j reads j - W//2 .. j + W//2, so columns up to
-                        ^ i                          i + W//2 still see scores of row i, and all later ones see none
+        tril(A)   x x x x 0 0 0 ..    hidden column j reads j - W//2 .. j + W//2, so columns
+                        ^ i           up to i + W//2 see scores of row i, and no later one
 
     The two edges differ in the values to the right of the last key:
 
-        "prefix"   zero scores. The hidden columns S .. S + W//2 - 1 are computed from them, so a row's result does not
-                   depend on the number of keys to its right.
-        "listing"  zero hidden features, as in the paper's listing: the last W//2 rows change when a key is appended.
+        "prefix"   zero scores. The hidden columns S .. S + W//2 - 1 are computed from them,
+                   so a row's result does not depend on the number of keys to its right.
+        "listing"  zero hidden features, as in the paper's listing: the last W//2 rows change
+                   when a key is appended.
 
     Far from the query the bias dominates the features, and rounding them to 16 bits would lose the scores. In a dtype
     below float32 the nonlinearity is therefore centred on the bias's features h_B, and the part without scores is
     computed in float32:
 
-        Conv2(LeakyReLU(h_A + h_B)) = Conv2(LeakyReLU(h_B)) + Conv2(LeakyReLU(h_A + h_B) - LeakyReLU(h_B))
+        Conv2(LeakyReLU(h_A + h_B)) = Conv2(LeakyReLU(h_B))
+                                      + Conv2(LeakyReLU(h_A + h_B) - LeakyReLU(h_B))
 
     Args:
         scores_BHTS: scores A = Q K^T / sqrt(K).

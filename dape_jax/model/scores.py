@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -68,10 +69,11 @@ class Mask:
     row_stride: int | None = 1
 
     def __post_init__(self):
-        for name in ("causal", "window"):
-            value, allowed = getattr(self, name), "must be a Python value: bind it with functools.partial before jit"
-            require(not isinstance(value, jax.Array), name, type(value).__name__, allowed)
-        require(self.window is None or self.window >= 1, "window", self.window, "must be 1 or more, or None")
+        advice, kind = "if traced, bind it with functools.partial before jit", type(self.causal)
+        allowed = f"must be True or False (docs/library.md has other masks); {advice}"
+        require(issubclass(kind, int | np.bool_), "causal", kind.__name__, allowed)
+        is_window = self.window is None or (isinstance(self.window, int | np.integer) and self.window >= 1)
+        require(is_window, "window", self.window, f"must be an integer of 1 or more, or None; {advice}")
 
     def visible(self, positions: Positions) -> VisiblePairs:
         """Return the mask of a block of query rows."""

@@ -193,7 +193,7 @@ class TransformerConfig:
         one_of(self, "model", initializer=INITIALIZERS, remat=REMAT)
         if self.dtype == "auto":
             object.__setattr__(self, "dtype", "float32" if jax.default_backend() == "cpu" else "bfloat16")
-        one_of(self, "model", dtype=DTYPES)
+        one_of(self, "model", dtype=("auto", *DTYPES))
         layers, has_alternate = self.alternate_layers, (self.alternate_window, self.alternate_rotary) != (None, None)
         are_layers = list(layers) == sorted(set(layers)) and all(0 <= layer < self.num_layers for layer in layers)
         can_tie = not self.tied_embeddings or self.num_outputs == self.vocab_size
@@ -331,7 +331,10 @@ def linear(
 ) -> Float[Array, "B T ..."]:
     """Return `sharding.matmul` of `x` and a weight, in the dtype of `x`, plus the bias of the projection."""
     y = checkpoint_name(matmul(equation, x, weight.astype(x.dtype), dtype), "product")
-    return y if bias is None else y + bias[None, None].astype(y.dtype)
+    if bias is None:
+        return y
+    # The dims of heads as one, so that K < 128 leaves no lane of a TPU empty.
+    return (y.reshape(*y.shape[:2], -1) + bias[...].reshape(1, 1, -1).astype(y.dtype)).reshape(y.shape)
 
 
 class Cache(NamedTuple):

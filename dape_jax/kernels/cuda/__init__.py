@@ -23,16 +23,22 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dape_jax.kernels.cuda import compiler
-from dape_jax.kernels.cuda.tiling import Tiling, multiple, tilings
+from dape_jax.kernels.cuda.tiling import (
+    BLOCK_BYTES,
+    LOG2E,
+    MAX_GRADIENT,
+    MAX_KNEE,
+    Tiling,
+    fragments,
+    in_register_order,
+    multiple,
+    tilings,
+)
 from dape_jax.kernels.tables import Operator, convolution_sizes
 from dape_jax.model.processors import SLOPE, DapeConfig
 from dape_jax.model.scores import Mask, causal_runs
 from dape_jax.sharding import device_platform, full_precision, vary_alike
 
-LOG2E = math.log2(math.e)
-MAX_KNEE = 6e4  # in float16; the branch of LeakyReLU is decided long before
-MAX_GRADIENT = 2.0**14  # bound of gradients in float16
-BLOCK_BYTES = 512 * 2**20  # of P and dS in the backward pass
 NUM_RUNS = 4  # runs of blocks of rows, each with its own number of keys
 
 
@@ -144,19 +150,6 @@ def slots_of(t: Tiling) -> np.ndarray:
     of_quarter = -(-t.heads // (t.slots // 4))
     head = np.arange(t.heads)
     return head // of_quarter * 4 + head % of_quarter
-
-
-def in_register_order(x: Array) -> Array:
-    """Order the last dim as threads hold it: channel 8 n + 2 t + e at [t, n, e]."""
-    return jnp.swapaxes(x.reshape(*x.shape[:-1], -1, 4, 2), -2, -3).reshape(x.shape)
-
-
-def fragments(x_WNM: Float[Array, "W N M"]) -> Float[Array, "_"]:
-    """Order weights, outputs N by inputs M, as operands of matmuls; four registers of a thread are neighbours."""
-    width, outputs, inputs = x_WNM.shape
-    # [tap, output block, g, input block, half, t, pair] -> [.., half, g, t, pair]
-    x = x_WNM.reshape(width, outputs // 8, 8, inputs // 16, 2, 4, 2).transpose(0, 1, 3, 4, 2, 5, 6)
-    return x.reshape(-1, 4, 32, 2).swapaxes(1, 2).reshape(-1)
 
 
 def operands(t: Tiling, operator: Operator) -> tuple[Array, Array, list[Array]]:

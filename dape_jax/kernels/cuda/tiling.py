@@ -1,9 +1,10 @@
-"""Sizes of the tiles of the CUDA kernels.
+"""Sizes of the tiles of the CUDA kernels, and the order of their operands.
 
 In: shapes, and the shared memory of the GPU. Out: a `Tiling` of each kernel. Next: `compiler.py`.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 # Rows and columns of a tile, and warps of a block: the first that fits.
@@ -14,6 +15,10 @@ TILES = {
 MULTIPROCESSORS = 132  # of an H100; with fewer blocks of rows than two for each, a block has a chunk of the keys
 LEAST_TILES = {"forward": 4, "backward": 8}  # of a chunk
 MAX_ACCUMULATORS = 160  # registers of a thread for the output
+LOG2E = math.log2(math.e)
+MAX_KNEE = 6e4  # in float16; the branch of LeakyReLU is decided long before
+MAX_GRADIENT = 2.0**14  # bound of gradients in float16
+BLOCK_BYTES = 512 * 2**20  # of P and dS in the backward pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,3 +141,16 @@ def tilings(
 def multiple(size: int, of: int = 16) -> int:
     """Return the smallest multiple of a number that is at least `size`."""
     return -(-size // of) * of
+
+
+def in_register_order(x: Any) -> Any:
+    """Order the last dim of an array as threads hold it: channel 8 n + 2 t + e at [t, n, e]."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // 8, 4, 2).swapaxes(-2, -3).reshape(x.shape)
+
+
+def fragments(x_WNM: Any) -> Any:
+    """Order weights, outputs N by inputs M, as operands of matmuls; four registers of a thread are neighbours."""
+    width, outputs, inputs = x_WNM.shape
+    # [tap, output block, g, input block, half, t, pair] -> [.., input block, half, g, t, pair]
+    x = x_WNM.reshape(width, outputs // 8, 8, inputs // 16, 2, 4, 2).swapaxes(2, 3).swapaxes(3, 4)
+    return x.reshape(-1, 4, 32, 2).swapaxes(1, 2).reshape(-1)

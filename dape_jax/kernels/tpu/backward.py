@@ -91,10 +91,10 @@ class Inputs(NamedTuple):
     q_columns: Any  # transposed: a lane for each row
     k: Any
     v: Any
-    out: Any
     dout: Any
     dout_columns: Any
     lse: Heads
+    row_sum: Heads  # sum(dout * out) of each row and head, as `lse`
     matrices: Matrices
     transposed: Matrices  # matrices of the transposed convolutions
     left: LeftRefs
@@ -119,7 +119,7 @@ class Scratch(NamedTuple):
     """VMEM of the backward kernel. The first three have phases."""
 
     scores: Heads
-    dprobs: Heads  # dout V^T - sum(dout * out), then the gradient of the total, then that of the scores
+    dprobs: Heads  # dout V^T, then the gradient of the total, then that of the scores
     probs: Heads
     dq: Any  # sum over tiles, copied from and to HBM
     dslab: Any  # sum over tiles, copied from and to HBM
@@ -169,8 +169,8 @@ def are_positive(t: Tiling, packed: Array) -> Registers:
     return [mask for word in words for mask in ((word << 16) > 0, word > 0)]
 
 
-def lse_of_unit(t: Tiling, lse: Heads, row: Any, lane: Array) -> Registers:
-    """Return the log-sum-exp of rows `row` and `row + 1` in all lanes of their registers."""
+def lines_of_unit(t: Tiling, lines: Heads, row: Any, lane: Array) -> Registers:
+    """Return the numbers of rows `row` and `row + 1`, from `to_lines`, in all lanes of their registers."""
     sublane = iota((SUBLANES, LANES), 0)
 
     def register(ref: Any, line: Any) -> Array:
@@ -179,8 +179,8 @@ def lse_of_unit(t: Tiling, lse: Heads, row: Any, lane: Array) -> Registers:
         return jnp.broadcast_to(jnp.sum(picked, 1, keepdims=True), (SUBLANES, LANES))
 
     octets = [(octet, r) for octet in range(t.octets) for r in range(UNIT_ROWS)]
-    found = [register(lse.octets, (octet * t.block_rows + row + r) * SUBLANES) for octet, r in octets]
-    return [*found, register(lse.quads, row * 4)] if t.quads else found
+    found = [register(lines.octets, (octet * t.block_rows + row + r) * SUBLANES) for octet, r in octets]
+    return [*found, register(lines.quads, row * 4)] if t.quads else found
 
 
 def head_lines(t: Tiling, unit: Registers, row: int) -> Array:
@@ -207,8 +207,9 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
     batch = pl.program_id(0)
     last_start = t.table_columns - t.slab_columns
     columns = pl.ds(pl.multiple_of(jnp.clip(step.slab_start, 0, last_start), LANES), t.slab_columns)
+    rows = pl.ds(pl.multiple_of(block * LANES, LANES), LANES)
     pairs = [
-        (outputs.dq.at[batch, block], scratch.dq),
+        (outputs.dq.at[batch, :, :, rows], scratch.dq),
         (outputs.dtable.at[batch, :, :, columns], scratch.dslab),
     ]
     reads = [pltpu.make_async_copy(hbm, vmem, scratch.semaphores.at[0, i]) for i, (hbm, vmem) in enumerate(pairs)]
@@ -263,14 +264,13 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
         visible = [step.visible(phase) for phase in phases]
         for head in range(t.num_heads):
             dout, group = inputs.dout[0, head], head // heads_per_group
-            row_sum = jnp.sum(dout.astype(jnp.float32) * inputs.out[0, head].astype(jnp.float32), 1, keepdims=True)
             scores = dots(inputs.q[0, head], [of_tile(step, inputs.k, group, phase) for phase in phases])
             dprobs = dots(dout, [of_tile(step, inputs.v, group, phase) for phase in phases])
             for phase in phases:
                 ref, index = head_rows(t, scratch.scores, head, phase)
                 ref[index] = jnp.where(visible[phase], scores[phase] * t.head_dim**-0.5, 0.0)
                 ref, index = head_rows(t, scratch.dprobs, head, phase)
-                ref[index] = jnp.where(visible[phase], dprobs[phase] - row_sum, 0.0)
+                ref[index] = jnp.where(visible[phase], dprobs[phase], 0.0)
         pl.when(~is_first)(reads[0].wait)
         reads[1].wait()
 
@@ -304,7 +304,8 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
                 (
                     load_unit(t, scratch.scores, row + r),
                     load_unit(t, scratch.dprobs, row + r),
-                    lse_of_unit(t, inputs.lse, row + r, lane),
+                    lines_of_unit(t, inputs.lse, row + r, lane),
+                    lines_of_unit(t, inputs.row_sum, row + r, lane),
                 )
                 for r in UNITS
             ]
@@ -333,14 +334,14 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
             return hidden, slope
 
         def recompute(
-            hidden: Any, slope: Any, scores: Unit, dprobs: Unit, lse: Registers, row: Any, r: int
+            row: Any, r: int, hidden: Any, slope: Any, scores: Unit, dprobs: Unit, lse: Registers, row_sum: Registers
         ) -> Recomputed:
             total = add_tables(t, tables, scores, row, r)
             if t.num_channels:
                 with_beyond = [with_rolled(t, of_row, t.pad) for of_row in hidden]
                 total = add_change(t, inputs.matrices.to_heads, with_beyond, total, [*map(is_correct, phases)])
             probs = [[jnp.exp(x - m) for x, m in zip(total[f], lse, strict=True)] for f in phases]
-            dtotal = [[p * d for p, d in zip(probs[f], dprobs[f], strict=True)] for f in phases]
+            dtotal = [[p * (d - s) for p, d, s in zip(probs[f], dprobs[f], row_sum, strict=True)] for f in phases]
             return Recomputed(hidden, slope, probs, dtotal)
 
         def hidden_gradients_of(loaded: Sequence[tuple[Any, ...]]) -> list[HiddenGradients]:
@@ -448,12 +449,12 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
                             ref[0, 0, column] -= jnp.where(row_lane == row + r + k, d, 0.0)
 
         def features_of(loaded: Sequence[tuple[Any, ...]], row: Any) -> list[Any]:
-            return [hidden_of(scores, row, r) for r, (scores, _, _) in zip(UNITS, loaded, strict=True)]
+            return [hidden_of(scores, row, r) for r, (scores, *_) in zip(UNITS, loaded, strict=True)]
 
         def rest(features: Sequence[Any], loaded: Sequence[tuple[Any, ...]], row: Any) -> list[Recomputed]:
             return [
-                recompute(hidden, slope, scores, dprobs, lse, row, r)
-                for r, (hidden, slope), (scores, dprobs, lse) in zip(UNITS, features, loaded, strict=True)
+                recompute(row, r, hidden, slope, *of_unit)
+                for r, (hidden, slope), of_unit in zip(UNITS, features, loaded, strict=True)
             ]
 
         def plain_body(group, _):
@@ -511,8 +512,8 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
                     ref, index = head_rows(t, scratch.probs, head, phase)
                     probs = ref[index].astype(inputs.q.dtype)
                     dq[i] += dot(of_tile(step, inputs.k, group, phase), dscores, (1, 1))
-                    scratch.dk[group, phase] += dot(inputs.q_columns[0, 0, *t.head_columns(head)], dscores, (1, 0))
-                    scratch.dv[group, phase] += dot(inputs.dout_columns[0, 0, *t.head_columns(head)], probs, (1, 0))
+                    scratch.dk[group, phase] += dot(inputs.q_columns[0, *t.head_columns(head)], dscores, (1, 0))
+                    scratch.dv[group, phase] += dot(inputs.dout_columns[0, *t.head_columns(head)], probs, (1, 0))
             for i, head in enumerate(pair):
                 scratch.dq[t.head_columns(head)] += dq[i]
         for write in writes:
@@ -525,20 +526,38 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
         write_gradients(only_owned=not t.is_aligned)
 
 
+def to_lines(t: Tiling, x_BXTN: Array, fill: float) -> Array:
+    """Arrange numbers of rows and heads, in X registers of N heads, as blocks: [B, blocks, lines / 128, 128]."""
+    batch, registers, num_rows, heads = x_BXTN.shape
+    rows = (0, t.padded_rows - num_rows)
+    x = jnp.pad(x_BXTN, ((0, 0), (0, 0), rows, (0, 0)), constant_values=fill)
+    x = x.reshape(batch, registers, t.num_blocks, t.block_rows, heads).swapaxes(1, 2)
+    return x.reshape(batch, t.num_blocks, -1, LANES)
+
+
 def lay_out_lse(forward: Tiling, t: Tiling, lse: Heads) -> Heads:
     """Convert the log-sum-exp to the blocks of the backward pass. Rows beyond T get probabilities of 0."""
     batch = jax.tree.leaves(lse)[0].shape[0]
-    missing = t.padded_rows - t.num_rows
 
     def of(x: Array, registers: int, heads: int) -> Array:
         x = x.reshape(batch, forward.num_blocks, registers, forward.block_rows, heads).swapaxes(1, 2)
         x = x.reshape(batch, registers, forward.padded_rows, heads)[:, :, : t.num_rows]
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0)), constant_values=-MASKED_SCORE)
-        x = x.reshape(batch, registers, t.num_blocks, t.block_rows, heads).swapaxes(1, 2)
-        return x.reshape(batch, t.num_blocks, -1, LANES)
+        return to_lines(t, x, -MASKED_SCORE)
 
     octets = of(lse.octets, t.octets, SUBLANES) if t.octets else None
     return Heads(octets, of(lse.quads, 1, 4) if t.quads else None)
+
+
+def lay_out_sums(t: Tiling, x_BTH: Array) -> Heads:
+    """Arrange a sum for each row and head in the blocks of the log-sum-exp."""
+
+    def of(x_BTH: Array, heads: int) -> Array:
+        x_BTH = jnp.pad(x_BTH, ((0, 0), (0, 0), (0, -x_BTH.shape[2] % heads)))
+        return to_lines(t, x_BTH.reshape(*x_BTH.shape[:2], -1, heads).swapaxes(1, 2), 0.0)
+
+    num_octets = SUBLANES * t.octets
+    octets = of(x_BTH[..., :num_octets], SUBLANES) if t.octets else None
+    return Heads(octets, of(x_BTH[..., num_octets:], 4) if t.quads else None)
 
 
 def backward_pass(
@@ -561,7 +580,9 @@ def backward_pass(
     transposed_1, transposed_2 = (x.swapaxes(1, 2)[::-1] for x in (operator.scores_WHC, operator.output_WCH))
     table, table_vjp = jax.vjp(functools.partial(tiling.to_table, t), operator.knee_CN, operator.added_HN)
     left, left_vjp = jax.vjp(functools.partial(left_blocks, t), operator.left_knee_PCT, operator.left_added_QHT)
-    lse = lay_out_lse(forward, t, lse)
+    row_sum_BTH = (dout_BTHK.astype(jnp.float32) * out_BTHK.astype(jnp.float32)).sum(-1)
+    lines = lay_out_lse(forward, t, lse), lay_out_sums(t, row_sum_BTH)
+    lse, row_sum = (jax.tree.map(functools.partial(tiling.by_lanes, t), x) for x in lines)
     q, k = tiling.to_blocks(t, q_BTHK), tiling.to_pieces(t, k_BSGK)
     right = right_vjp = None
     if t.num_right:
@@ -592,10 +613,10 @@ def backward_pass(
         q_columns=tiling.by_columns(t, tiling.to_columns(t, q_BTHK)),
         k=tiling.by_tiles(t, k),
         v=tiling.by_tiles(t, tiling.to_pieces(t, v_BSGK)),
-        out=tiling.by_rows(t, tiling.to_blocks(t, out_BTHK)),
         dout=tiling.by_rows(t, tiling.to_blocks(t, dout_BTHK)),
         dout_columns=tiling.by_columns(t, tiling.to_columns(t, dout_BTHK)),
-        lse=jax.tree.map(functools.partial(tiling.by_lanes, t), lse),
+        lse=lse,
+        row_sum=row_sum,
         matrices=matrices_of(t, operator.scores_WHC, operator.output_WCH),
         transposed=matrices_of(t, transposed_2, transposed_1),
         left=jax.tree.map(left_input, left),
@@ -605,7 +626,7 @@ def backward_pass(
     )
     dmatrix = tiling.by_sequence(float32(len(score_lines.number), len(hidden_lines.number)))
     outputs = Outputs(
-        dq=tiling.in_hbm(float32(t.num_blocks, *t.column_shape)),
+        dq=tiling.in_hbm(float32(*t.all_columns_shape)),
         dk=dpieces,
         dv=dpieces,
         dmatrices=Matrices(dmatrix, dmatrix) if t.num_channels else Matrices(),

@@ -721,7 +721,7 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
             sums[...] = total
         for head in range(t.num_heads):
             out = scratch.values[t.head_columns(head)] * (1.0 / in_lanes(scratch.sum, head))
-            outputs.out[0, 0, *t.head_columns(head)] = out.astype(outputs.out.dtype)
+            outputs.out[0, *t.head_columns(head)] = out.astype(outputs.out.dtype)
 
 
 def left_blocks(t: Tiling, left_knee_PCT: Array, left_added_QHT: Array) -> LeftRefs:
@@ -817,7 +817,7 @@ def forward_pass(
     """
     batch = q_BTHK.shape[0]
     left = left_blocks(t, operator.left_knee_PCT, operator.left_added_QHT)
-    out = jax.ShapeDtypeStruct((batch, t.num_blocks, *t.column_shape), q_BTHK.dtype)
+    out = jax.ShapeDtypeStruct((batch, *t.all_columns_shape), q_BTHK.dtype)
     q, k = tiling.to_blocks(t, q_BTHK), tiling.to_pieces(t, k_BSGK)
     right = right_edge(t, first, last_rows(t, q), last_keys(t, k), operator) if t.num_right else None
 

@@ -65,14 +65,14 @@ makes their probability 0.
 
         array                     HBM                                            VMEM, for a grid step
         q, dout                   [B, H, blocks * block_rows, K]                 [H, block_rows, K]
-        out, dq, also q and dout  [B, blocks, H / m, K, 128], m = 128 / block_rows [H / m, K, 128]
+        out, dq, also q and dout  [B, H / m, K, blocks * 128], m = 128 / block_rows [H / m, K, 128]
         k, v and gradients        [B, pieces, G, p, K, 128]                      [G, p, K, 128], two pieces of k and v
         convolution weights       [outputs, inputs] of a matmul                  all of it, loaded once
         distance tables           [p, padded channels + head lines, columns]     slab, then a copy for each row
         right edge                [B, units, phases, registers, 8, 128]          of the sequence
         left corrections          [blocks, P, padded channels, 128]              [P, padded channels, 128]
                                   [blocks, 2 P, head lines, 128]                 [2 P, head lines, 128]
-        log-sum-exp               [B, blocks, lines / 128, 128]
+        log-sum-exp, sum(dout out) [B, blocks, lines / 128, 128]
         scores, probs, hidden     never                                          [p, lines, 128]
 """
 
@@ -90,10 +90,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from dape_jax import hardware
-from dape_jax.hardware import MIB
+from dape_jax.hardware import LANES, MIB
 from dape_jax.sharding import this_device_kind, vary_alike
 
-LANES = 128  # lanes of a register
 SUBLANES = 8  # sublanes of a register of 32-bit numbers
 GROUP_ROWS = 8  # rows of a loop iteration
 UNIT_ROWS = 2  # rows whose convolutions are computed together
@@ -238,6 +237,12 @@ class Tiling:
     def column_shape(self) -> tuple[int, int, int]:
         """Return the shape of a block with lanes for rows; see `head_columns`."""
         return pl.cdiv(self.num_heads, self.heads_per_line), self.head_dim, LANES
+
+    @property
+    def all_columns_shape(self) -> tuple[int, int, int]:
+        """Return the shape of all these blocks side by side, of one sequence."""
+        lines, dim, lanes = self.column_shape
+        return lines, dim, self.num_blocks * lanes
 
     def head_columns(self, head: int) -> tuple[Any, ...]:
         """Return the index of a head in a block with lanes for rows."""
@@ -496,8 +501,8 @@ def cost(t: Tiling, batch: int, itemsize: int) -> pl.CostEstimate:
     tile = t.num_groups * t.phases * LANES * t.head_dim * itemsize
     slab = t.phases * t.table_lines * t.slab_columns * 4
     if t.backward:
-        # A step reads q and dout twice, out and the slab, and reads and writes dq (float32) and the slab's gradient.
-        step_bytes = (3 * rows + 2 * columns) * itemsize + 2 * columns * 4 + 3 * slab
+        # A step reads q and dout twice and the slab, and reads and writes dq (float32) and the slab's gradient.
+        step_bytes = (2 * rows + 2 * columns) * itemsize + 2 * columns * 4 + 3 * slab
         num_bytes = steps * step_bytes + batch * t.num_tiles * 2 * (t.pieces_per_tile + 1) * tile
     else:
         num_slabs = math.gcd(batch, 2) * t.num_blocks if t.is_single else steps
@@ -522,7 +527,7 @@ def vmem_bytes(t: Tiling, itemsize: int) -> int:
     left = t.pad * (t.padded_channels + 2 * t.head_lines) * LANES * 4
     rolled_left = t.left_buffers * GROUP_ROWS * left
     if t.backward:
-        blocks = 2 * ((3 * rows + 2 * columns + 2 * (t.pieces_per_tile + 1) * tile) * itemsize + slab + 2 * left)
+        blocks = 2 * ((2 * rows + 2 * columns + 2 * (t.pieces_per_tile + 1) * tile) * itemsize + slab + 2 * left)
         scratch = 3 * t.phases * heads + 4 * columns + 2 * 4 * tile + 2 * slab + 2 * sheared + 2 * t.phases * hidden
     else:
         blocks = 2 * ((rows + columns + 2 * t.pieces_per_tile * tile) * itemsize + slab + left)
@@ -540,18 +545,18 @@ def to_blocks(t: Tiling, x_BTHK: Array) -> Array:
 
 
 def to_columns(t: Tiling, x_BTHK: Array) -> Array:
-    """Move rows to lanes, m heads side by side: [B, T, H, K] -> [B, blocks, H / m, K, 128]."""
+    """Move rows to lanes, m heads side by side: [B, T, H, K] -> [B, H / m, K, blocks * 128]."""
     batch, _, heads, dim = x_BTHK.shape
-    x_BHTK = jnp.pad(to_blocks(t, x_BTHK), ((0, 0), (0, -heads % t.heads_per_line), (0, 0), (0, 0)))
-    x = x_BHTK.reshape(batch, -1, t.heads_per_line, t.num_blocks, t.block_rows, dim).transpose(0, 3, 1, 5, 2, 4)
-    return x.reshape(batch, t.num_blocks, *t.column_shape)
+    x = jnp.pad(to_blocks(t, x_BTHK), ((0, 0), (0, -heads % t.heads_per_line), (0, 0), (0, 0))).swapaxes(2, 3)
+    x = x.reshape(batch, -1, t.heads_per_line, dim, t.num_blocks, t.block_rows).transpose(0, 1, 3, 4, 2, 5)
+    return x.reshape(batch, *t.all_columns_shape)
 
 
 def from_columns(t: Tiling, x: Array) -> Array:
-    """Invert `to_columns`: [B, blocks, H / m, K, 128] -> [B, T, H, K]."""
-    batch, num_blocks, lines, dim, _ = x.shape
-    x = x.reshape(batch, num_blocks, lines, dim, t.heads_per_line, t.block_rows).transpose(0, 1, 5, 2, 4, 3)
-    return x.reshape(batch, t.padded_rows, -1, dim)[:, : t.num_rows, : t.num_heads]
+    """Invert `to_columns`: [B, H / m, K, blocks * 128] -> [B, T, H, K]."""
+    batch, lines, dim, _ = x.shape
+    x = x.reshape(batch, lines, dim, t.num_blocks, t.heads_per_line, t.block_rows).transpose(0, 1, 4, 2, 3, 5)
+    return jnp.moveaxis(x.reshape(batch, -1, dim, t.padded_rows)[:, : t.num_heads, :, : t.num_rows], 3, 1)
 
 
 def to_pieces(t: Tiling, x_BSGK: Array) -> Array:
@@ -573,9 +578,9 @@ def add_to_columns(t: Tiling, x: Array, rows: range, x_BHRK: Array) -> Array:
     x_BHRK = jnp.pad(x_BHRK, ((0, 0), (0, -t.num_heads % m), (0, 0), (0, 0)))
     for i, row in enumerate(rows):
         for of_line in range(m):
-            update = x_BHRK[:, None, of_line::m, i, :, None]
+            update = x_BHRK[:, of_line::m, i, :, None]
             lane = of_line * t.block_rows + row % t.block_rows
-            x = add_at(x, update, 0, row // t.block_rows, 0, 0, lane)
+            x = add_at(x, update, 0, 0, 0, row // t.block_rows * LANES + lane)
     return x
 
 
@@ -734,7 +739,7 @@ def by_rows(t: Tiling, array: Any) -> Blocked:
 
 def by_columns(t: Tiling, array: Any) -> Blocked:
     """Make block specs for an array from `to_columns`."""
-    return Blocked(array, pl.BlockSpec((1, 1, *t.column_shape), lambda b, *step: (b, t.block_of(*step), 0, 0, 0)))
+    return Blocked(array, pl.BlockSpec((1, *t.column_shape), lambda b, *step: (b, 0, 0, t.block_of(*step))))
 
 
 def by_pieces(t: Tiling, array: Any, piece_of: Callable[[Any], Any]) -> Blocked:
