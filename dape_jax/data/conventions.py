@@ -72,7 +72,7 @@ def conventions_of(directory: Path, config: dict[str, Any], tokenizer: Tokenizer
     settings = content("tokenizer_config.json")
     ends: set[int] = set()
     for source in (config, content("generation_config.json")):
-        found = source["eos_token_id"] if "eos_token_id" in source else None
+        found = source.get("eos_token_id")
         ends |= {end for end in (found if isinstance(found, list) else [found]) if type(end) is int}
     tokens: dict[str, str] = {}
     for name, token in settings.items():
@@ -80,14 +80,12 @@ def conventions_of(directory: Path, config: dict[str, Any], tokenizer: Tokenizer
         if name.endswith("_token") and isinstance(token, str) and tokenizer.id_of(token) is not None:
             tokens[name] = token
     names = {name: tokens.pop(name, None) for name in ("bos_token", "eos_token")}
-    first = tokenizer.first_token
-    adds_bos = settings["add_bos_token"] if "add_bos_token" in settings else None
+    first, adds_bos, template = tokenizer.first_token, settings.get("add_bos_token"), settings.get("chat_template")
     if adds_bos is None:
         adds_bos = first is not None
         names["bos_token"] = first or names["bos_token"]
-    template = settings["chat_template"] if "chat_template" in settings else None
     if isinstance(template, list):  # several, by name
-        template = {each["name"]: each["template"] for each in template}["default"]
+        template = {each["name"]: each["template"] for each in template}.get("default")
     if (directory / TEMPLATE_FILE).exists():
         template = (directory / TEMPLATE_FILE).read_text(encoding="utf-8")
     adds_bos = bool(adds_bos) and names["bos_token"] is not None

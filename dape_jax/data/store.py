@@ -9,7 +9,7 @@ In: the path of a corpus that `prepare` made. Out: a `Corpus` of two `TokenStore
                      verified.json   size, times, inode and device of these files when their digest was last checked
     validation/      the same
 
-Nothing is built here: `training.source.load_corpus` first calls `prepare` if `data.path` is raw text.
+Nothing is built here: `training.source.load_corpora` first calls `prepare` if `data.path` is raw text.
 """
 
 import concurrent.futures
@@ -25,7 +25,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import filelock
 import fsspec
@@ -49,6 +49,7 @@ VERIFIED_FILE = "verified.json"
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 PACKINGS = ("stream", "documents")
+_TEXT = f"must be a file, a directory, a glob or {STDLIB!r}"
 _NAME = "bytes|[a-z]+-[0-9a-f]{16}"  # of a tokenizer
 _BLOCK = 2**23  # tokens that are hashed at a time
 
@@ -64,7 +65,7 @@ class DataConfig:
     tokenizer: str | None  # "bytes", or the path or name of a tokenizer.json; None for the prepared corpus's
     # directory for corpora prepared from raw text, and for copies of corpora in buckets
     cache_dir: str = dataclasses.field(metadata={"resumable": True})
-    validation_fraction: float  # share of raw text's documents for validation
+    validation_fraction: float  # share of raw text's documents for validation; with 0 or 1, one split is empty
     seed: int  # seed of the order of the training windows
     # "stream": windows of the concatenated documents, as in the paper; "documents": packed documents that do not see
     # each other, with positions that restart (`batches.PackedDocuments`)
@@ -81,7 +82,7 @@ class DataConfig:
             object.__setattr__(self, "path", None)
             parse_mixture(self.mixture)
         one_of(self, "data", packing=PACKINGS)
-        require(self.path != "", "data.path", self.path, f"must be a file, a directory, a glob or {STDLIB!r}")
+        require(self.path != "", "data.path", self.path, _TEXT)
         is_other = self.validation_path != "" and self.validation_path not in self.weights
         allowed = "must be another text than those that are trained on, or None"
         require(is_other, "data.validation_path", self.validation_path, allowed)
@@ -90,7 +91,7 @@ class DataConfig:
         require(bool(is_known), "data.tokenizer", self.tokenizer, allowed)
         require_local(self.cache_dir, "data.cache_dir")
         fraction = self.validation_fraction
-        require(0 < fraction < 1, "data.validation_fraction", fraction, "must be in (0, 1)")
+        require(0 <= fraction <= 1, "data.validation_fraction", fraction, "must be 0 to 1")
         require(0 <= self.seed < 2**32, "data.seed", self.seed, "must be 0 to 2**32 - 1")
 
     @property
@@ -138,7 +139,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenStore:
-    """Memory-mapped tokens of one split. Opening it reads the offsets but no tokens; it is pickled as its path."""
+    """Memory-mapped tokens of one split. Opening it reads the offsets but no tokens."""
 
     directory: Path
     sidecar: Sidecar
@@ -173,19 +174,8 @@ class TokenStore:
             raise IndexError(f"document {index} of {self.num_documents}")
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
-    def verify(self, full: bool = True) -> None:
-        """Read all data, and compare its digest with the recorded one and its ids with the vocabulary.
-
-        Unless `full`, nothing is read if the files are those that were last verified, by size, times and inode. This is
-        remembered in the directory, if it can be written to.
-
-        Raises:
-            InputError: the files have changed since they were written, or were written by another program.
-        """
-        verify_stores([self], full)
-
     def verify_blocks(self, full: bool) -> Iterator[bool]:
-        """Yield True after each block that `verify` has read."""
+        """Yield True after each block that `verify_stores` has read."""
         stats = {name: os.stat(self.directory / name) for name in (TOKENS_FILE, OFFSETS_FILE, SIDECAR_FILE)}
         fields = ("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino", "st_dev")
         identity = {name: [getattr(stat, field) for field in fields] for name, stat in stats.items()}
@@ -212,13 +202,8 @@ class TokenStore:
             with contextlib.suppress(OSError):  # a corpus of another user, or a full disk
                 write_json(remembered, identity)
 
-    def __reduce__(self):
-        # A memory map is pickled with all of its content, which would be sent to each of Grain's worker processes.
-        return open_store, (self.directory,)
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Corpus:
+class Corpus(NamedTuple):
     """Corpus with two disjoint splits."""
 
     train: TokenStore
@@ -228,10 +213,6 @@ class Corpus:
     def digest(self) -> str:
         """SHA-256 of both splits. The same text, tokenizer and split give the same digest on every machine."""
         return _digest(self.train.sidecar, self.validation.sidecar)
-
-    def verify(self, full: bool = True) -> None:
-        """Verify both stores; see `TokenStore.verify`."""
-        verify_stores((self.train, self.validation), full)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -257,8 +238,16 @@ class Corpora:
         return [store for stores in chosen for store in stores.values() if store.num_documents]
 
 
-def verify_stores(stores: Sequence[TokenStore], full: bool) -> None:
-    """Verify stores, a block of each at the same time, so that Ctrl-C ends it soon; see `TokenStore.verify`."""
+def verify_stores(stores: Sequence[TokenStore], full: bool = True) -> None:
+    """Read all data of stores, and compare digests with the recorded ones and ids with the vocabulary.
+
+    Unless `full`, nothing is read of a store whose files are those that were last verified, by size, times and inode.
+    This is remembered in its directory, if it can be written to. A block of each store is read at the same time, so
+    that Ctrl-C ends it soon.
+
+    Raises:
+        InputError: the files have changed since they were written, or were written by another program.
+    """
     unfinished = [store.verify_blocks(full) for store in stores]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         while unfinished:
@@ -292,12 +281,6 @@ def find_corpus(path: str, config: DataConfig, field: str = "data.path") -> Path
     """
     sidecars = _sidecars(path, field)
     if not sidecars:
-        local = Path(os.path.expanduser(path))
-        is_split = (local / TOKENS_FILE).exists()
-        require(not is_split, field, path, "is one split of a corpus; give the directory above it")
-        is_text = path == STDLIB or is_remote(path) or glob.has_magic(path) or local.exists()
-        allowed = "give a prepared corpus, or text: a file, a directory, a quoted glob or stdlib"
-        require(is_text, field, path, f"does not exist{nearest(local)}; {allowed}")
         return None
     name, given = sidecars["train"].tokenizer, config.tokenizer
     if given is not None and not re.fullmatch(_NAME, given):
@@ -331,13 +314,12 @@ def follow_corpus(spec: dict[str, Any]) -> dict[str, Any]:
     except (KeyError, TypeError):
         return spec
     mixture, held_out = (data[name] if name in data else None for name in ("mixture", "validation_path"))
-    paths = [
-        *(parse_mixture(mixture) if isinstance(mixture, str) else [path]),
-        *([] if held_out is None else [held_out]),
-    ]
-    if None not in (tokenizer, vocab_size) or not all(isinstance(path, str) and path for path in paths):
+    if None not in (tokenizer, vocab_size):
         return spec
-    sidecars = next(filter(None, (_sidecars(path, "data.path") for path in paths)), {})
+    require(mixture is not None or (isinstance(path, str) and path != ""), "data.path", path, _TEXT)
+    named = dict.fromkeys(parse_mixture(mixture), "data.mixture") if isinstance(mixture, str) else {path: "data.path"}
+    named |= {held_out: "data.validation_path"} if isinstance(held_out, str) and held_out else {}
+    sidecars = next(filter(None, itertools.starmap(_sidecars, named.items())), {})
     if not sidecars and tokenizer is None:
         tokenizer = Bytes.name
     if vocab_size is None:
@@ -346,7 +328,7 @@ def follow_corpus(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_corpus(directory: Path) -> Corpus:
-    """Map the two stores of a corpus. Opening reads no tokens; `Corpus.verify` reads and checks all.
+    """Map the two stores of a corpus. Opening reads no tokens; `verify_stores` reads and checks all.
 
     Raises:
         InputError: a file is missing or has another size, or the stores do not match each other.
@@ -363,15 +345,14 @@ def open_store(directory: Path) -> TokenStore:
     """Map a store on disk; see `open_corpus`."""
     file = directory / SIDECAR_FILE
     sidecar = _sidecar(str(file), read_json(file))
-    try:
+    with read_errors("corpus", str(file)):  # numpy raises many kinds of errors for damaged headers
         tokens = np.zeros(0, token_dtype(sidecar.vocab_size))
         if sidecar.num_tokens or (directory / TOKENS_FILE).stat().st_size:  # an empty file cannot be mapped
             tokens = np.memmap(directory / TOKENS_FILE, tokens.dtype, mode="r")
-        offsets = np.load(directory / OFFSETS_FILE, mmap_mode="r")
-    except Exception as error:  # numpy raises many kinds of errors for damaged headers, some of several lines
-        raise InputError(f"{file}: the files next to it cannot be read: {error!r}") from error
+        offsets = np.load(directory / OFFSETS_FILE, mmap_mode="r").astype("<i8", copy=False)
     sizes, found = (sidecar.num_tokens, sidecar.num_documents), (tokens.size, offsets.size - 1)
-    require(sizes == found, f"{file}: num_tokens, num_documents", sizes, f"must be {found}, as in the files next to it")
+    allowed = f"must be {found}, as in the files next to it; copy or prepare the corpus again"
+    require(sizes == found, f"{file}: num_tokens, num_documents", sizes, allowed)
     return TokenStore(directory, sidecar, tokens, offsets)
 
 
@@ -395,6 +376,13 @@ def _sidecars(path: str, field: str) -> dict[str, Sidecar]:
             sidecars[split] = _sidecar(file, parse_json(file, system.cat_file(name)))
     allowed = f"must be a whole corpus; only {list(sidecars)} has a {SIDECAR_FILE}"
     require(len(sidecars) != 1, field, path, allowed)
+    if not sidecars:
+        local = Path(os.path.expanduser(path))
+        is_split = (local / TOKENS_FILE).exists()
+        require(not is_split, field, path, "is one split of a corpus; give the directory above it")
+        is_text = is_remote(path) or glob.has_magic(path) or local.exists()
+        allowed = "; give a prepared corpus, or text: a file, a directory, a quoted glob or stdlib"
+        require(is_text, field, path, f"does not exist{nearest(local) or allowed}")
     return sidecars
 
 
@@ -419,6 +407,6 @@ def _local_copy(url: str, field: str, sidecars: dict[str, Sidecar], cache: Path)
                 with read_errors(field, url):
                     system, root = fsspec.url_to_fs(f"{url.rstrip('/')}/{split}")
                     system.get([f"{root}/{name}" for name in names], [f"{copy / split / name}" for name in names])
-            open_corpus(copy).verify()
+            verify_stores(open_corpus(copy))
             copy.rename(directory)
     return directory

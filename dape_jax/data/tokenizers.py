@@ -12,7 +12,6 @@ import functools
 import hashlib
 import json
 import logging
-import os
 import re
 import sys
 from collections.abc import Iterable
@@ -67,9 +66,9 @@ class HfTokenizer:
     Tokens of a byte-level BPE, such as GPT-2's or Llama 3's, are decoded here, as bytes. Tokens of other models (BPE,
     Unigram, WordPiece, WordLevel) are decoded by the library: a token's text may depend on the tokens before it.
 
-    The attributes are those of `Bytes`, and `content`: the file, with sorted keys. It is pickled as `content`. `where`
-    is the name of the file in messages. `end` is the added token that ends a document; `content` marks it, so that the
-    saved file needs no other record.
+    The attributes are those of `Bytes`, and `content`: the file, with sorted keys. `where` is the name of the file in
+    messages. `end` is the added token that ends a document; `content` marks it, so that the saved file needs no other
+    record.
 
     Raises:
         InputError: the library rejects the file, or gives tokens other ids than the file, or there is no such `end`.
@@ -99,10 +98,8 @@ class HfTokenizer:
         marked = [token["content"] for token in parsed["added_tokens"] if token.get(_END_MARK)]
         end = next((token for token in (*marked, *END_TOKENS) if token in id_of), None)
         if end is None:
-            usual, advice = (
-                " or ".join(END_TOKENS),
-                f"; --end_of_document of dape-prepare names another of {list(id_of)}",
-            )
+            usual = " or ".join(END_TOKENS)
+            advice = f"; --end_of_document of dape-prepare names another of {list(id_of)}"
             raise InputError(f"{where}: added_tokens must have an end-of-document token: {usual}{advice[:500]}")
         for token in parsed["added_tokens"]:  # the library numbers them consecutively and ignores the ids in the file
             found, name = id_of[token["content"]], f"added token {token['content']!r}"
@@ -181,9 +178,6 @@ class HfTokenizer:
         shown = ids[ids != self.end_of_document].tolist()
         return self._library.decode(shown, skip_special_tokens=False).encode()
 
-    def __reduce__(self):
-        return HfTokenizer, (self.content,)
-
 
 Tokenizer = Bytes | HfTokenizer
 
@@ -198,7 +192,7 @@ def read_tokenizer(spec: str, field: str = "data.tokenizer", end: str | None = N
     """
     if spec == Bytes.name:
         return Bytes()
-    where, file = f"{field} = {spec!r}", to_path(os.path.expanduser(spec), field)
+    where, file = f"{field} = {spec!r}", to_path(spec, field)
     try:
         content = file.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a NUL byte

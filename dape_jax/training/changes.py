@@ -28,10 +28,8 @@ def allowed_changes(
     for field in change:
         is_known = any(f"{field}.".startswith(f"{each}.") for each in CHANGEABLE_FIELDS)
         require(is_known, "--change", field, f"must be one of {list(CHANGEABLE_FIELDS)}, or a field of these")
-    num_steps = new.train.num_steps
-    require(
-        num_steps >= done, "train.num_steps", num_steps, f"must be at least {done}, the steps that {workdir} has done"
-    )
+    num_steps, allowed = new.train.num_steps, f"must be at least {done}, the steps that {workdir} has done"
+    require(num_steps >= done, "train.num_steps", num_steps, allowed)
     configs = resolved(old), resolved(new)
     before, after = (make_schedule(run.optimizer, run.train.num_steps)(jnp.arange(done)) for run in (old, new))
     of_rates = ("train.num_steps", *(f"optimizer.{field}" for field in RATE_FIELDS))

@@ -19,7 +19,6 @@ import operator
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -100,55 +99,25 @@ def write_config(workdir: epath.PathLike, config: dict[str, Any]) -> None:
 def read_config(workdir: epath.PathLike) -> dict[str, Any] | None:
     """Return the config that a run wrote to its directory, or None if there is no run.
 
-    Each checkpoint has a copy. If the file is missing or damaged, the copy in the newest intact checkpoint is returned.
-
     Raises:
-        InputError: there is a run, but neither the file nor any checkpoint is intact.
+        InputError: the file is damaged, or missing beside checkpoints, which have copies of it.
     """
-    file = epath.Path(workdir) / CONFIG_FILE
-    if is_remote(workdir):
-        with read_errors("workdir", str(workdir)):  # of the network
-            names_in(_directory(workdir))
-    try:
-        record = read_json(file)
-        is_record = isinstance(record.get("config"), dict) and isinstance(record.get("data_digest"), str)
-        require(is_record, "workdir", str(workdir), f"{file} was not written by dape-train")
-        return record
-    except InputError as error:
-        if step_names(workdir):
-            logger.warning("%s; the copy in the newest checkpoint is used", error)
-            return restore_config(workdir)[1]
-        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
-            return None
-        raise
-
-
-def require_space(workdir: epath.PathLike, state: TrainState | Params) -> None:
-    """Raise `InputError` unless the file system has space for a checkpoint of this state, which may be abstract.
-
-    `workdir` may be missing. A bucket always has space.
-    """
-
-    def check() -> None:
-        needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-        place = absolute(workdir)
-        free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.is_dir())).free
-        message = f"a checkpoint takes {needed / 1e6:,.1f} MB, but the file system has {free / 1e6:,.1f} MB free"
-        require(free >= needed, "workdir", str(workdir), message)
-
-    if not is_remote(workdir):
-        process_zero_only(check)
+    file, steps = epath.Path(workdir) / CONFIG_FILE, step_names(workdir)
+    if not file.exists():
+        if steps:
+            copy = _directory(workdir) / steps[0] / "config" / "metadata"
+            raise InputError(f"workdir = {str(workdir)!r}: {file} is missing; copy {copy} to it")
+        return None
+    record = read_json(file)
+    is_record = isinstance(record.get("config"), dict) and isinstance(record.get("data_digest"), str)
+    require(is_record, "workdir", str(workdir), f"{file} was not written by dape-train")
+    return record
 
 
 def _directory(workdir: epath.PathLike) -> epath.Path:
     allowed = "must be local or gs://bucket/path: Orbax writes no checkpoints to s3"
     require(not str(workdir).startswith("s3://"), "workdir", str(workdir), allowed)
-    directory = absolute(workdir) / "checkpoints"
-    is_utf8 = str(directory).isascii() or sys.getfilesystemencoding() == "utf-8"
-    is_utf8 &= str(directory).encode(errors="ignore").decode() == str(directory)
-    allowed = "the path must be UTF-8, for TensorStore; in another locale, set PYTHONUTF8=1"
-    require(is_utf8, "workdir", str(workdir), allowed)
-    return directory
+    return absolute(workdir) / "checkpoints"
 
 
 def step_names(workdir: epath.PathLike) -> list[str]:

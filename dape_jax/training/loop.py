@@ -25,6 +25,7 @@ from dape_jax.errors import require, require_package
 from dape_jax.model.transformer import Params, attention_of, model_structure, parameter_counts
 from dape_jax.provenance import describe, package_versions, provenance, record_start
 from dape_jax.sharding import make_mesh, put_batch
+from dape_jax.storage import is_remote
 from dape_jax.tasks.tapes import Batch
 from dape_jax.training import checkpoint
 from dape_jax.training.changes import allowed_changes, refuse
@@ -79,6 +80,10 @@ def _train(
     checkpoint.require_no_pattern(workdir)
     saved = checkpoint.read_config(workdir)
     run = read_run(follow_saved(follow_corpus(spec), saved))
+    for path in run.data.weights if isinstance(run, RunConfig) else ():  # the next start would read the workdir as text
+        is_inside = Path(workdir).resolve().is_relative_to(Path(path).expanduser().resolve())
+        allowed = f"must not be in the text {path!r}; give another directory, or a glob as the text"
+        require(is_remote(workdir) or not is_inside, "workdir", str(workdir), allowed)
     mesh = make_mesh(run.mesh)
     run.check_mesh(mesh)
     if run.train.wandb is not None:
@@ -112,16 +117,15 @@ def _train(
     record["data_digest"] = source.digest
     require_same(data_digest=source.digest, saved_steps=step_names)
     if saved is not None:
-        refuse(workdir, differences({"data_digest": saved["data_digest"]}, {"data_digest": source.digest}))
+        advice = f"The data are others or have changed; --config=configs/continued.py:source={workdir} trains on them"
+        refuse(workdir, differences({"data_digest": saved["data_digest"]}, {"data_digest": source.digest}), advice)
 
     # ---- model and optimizer
     optimizer, train_only = make_optimizer(run.optimizer, run.train.num_steps), run.init.trained_kinds
     planned = abstract_state(run.model, optimizer, mesh, train_only)
     given = Start({})
-    if not step_names:
-        checkpoint.require_space(workdir, planned)
-        if run.init.source is not None:
-            given, record["init"] = read_start(run, source, planned, mesh)
+    if not step_names and run.init.source is not None:
+        given, record["init"] = read_start(run, source, planned, mesh)
     train_step = make_train_step(
         graphdef,
         optimizer,

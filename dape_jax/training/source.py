@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from dape_jax.config import RunConfig, TaskRunConfig
-from dape_jax.data.store import Corpora, Corpus, DataConfig, find_corpus, open_corpus, verify_stores
+from dape_jax.data.store import Corpora, DataConfig, find_corpus, open_corpus, verify_stores
 from dape_jax.data.tokenizers import TOKENIZER_FILE, Bytes, Tokenizer
 from dape_jax.distributed import process_zero_first, process_zero_only
 from dape_jax.errors import require
@@ -74,63 +74,38 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh, verify: bool = False
     return Source(batches, mine, data_digest, tokenizer)
 
 
-def load_corpora(config: DataConfig, lossy: bool = False, validation_fraction: float | None = None) -> Corpora:
-    """Open the corpora of a config: at `data.path` or of the mixture, and at `data.validation_path`.
+def load_corpora(config: DataConfig, lossy: bool = False) -> Corpora:
+    """Open the corpora at `data.path` or of the mixture, and at `data.validation_path`.
 
-    The arguments are those of `load_corpus`. With `data.validation_path`, all documents of other raw text are trained
-    on; files that both paths name are held out.
+    Raw text is prepared first, into `data.cache_dir`. With `lossy`, a tokenizer may change it, with a warning that
+    counts the changed documents: for an existing model, whose tokenizer cannot be chosen. With `data.validation_path`,
+    all documents of other raw text are trained on; files that both paths name are held out.
 
     Raises:
-        InputError: as in `load_corpus`; all texts must have the same tokenizer, by default that of a prepared corpus.
+        InputError: there is no text, a split has no documents, a store is damaged, or the texts do not have the same
+            tokenizer, by default that of a prepared corpus.
     """
     allowed = "must be the path of text or of a corpus: this model was imported, and its training text is unknown"
     require(bool(config.weights), "data.path", config.path, allowed)
     field, held_out = "data.path" if config.mixture is None else "data.mixture", config.validation_path
-    texts = dict.fromkeys(config.weights, field) | ({} if held_out is None else {held_out: "data.validation_path"})
-    prepared = {path: find_corpus(path, config, name) for path, name in texts.items()}
-    first = next(filter(None, prepared.values()), None)
-    if config.tokenizer is None and first is not None and len(texts) > 1:
-        file = first / "train" / TOKENIZER_FILE
+    fields = dict.fromkeys(config.weights, field) | ({} if held_out is None else {held_out: "data.validation_path"})
+    found = {path: find_corpus(path, config, name) for path, name in fields.items()}
+    corpora = {path: open_corpus(directory) for path, directory in found.items() if directory is not None}
+    if config.tokenizer is None and corpora:
+        names = {path: corpus.train.sidecar.tokenizer for path, corpus in corpora.items()}
+        require(len(set(names.values())) == 1, field, names, "must have been prepared with the same tokenizer")
+        file = next(iter(corpora.values())).train.directory / TOKENIZER_FILE
         config = dataclasses.replace(config, tokenizer=str(file) if file.exists() else Bytes.name)
-    validation = {}
-    if held_out is not None:
-        validation_fraction, alone = 0.0, dataclasses.replace(config, validation_path=None)
-        validation[held_out] = load_corpus(alone, lossy, held_out, texts[held_out], 1.0).validation
-        config = config if prepared[held_out] is None else alone
-    corpora = {path: load_corpus(config, lossy, path, field, validation_fraction) for path in config.weights}
-    train = {path: corpus.train for path, corpus in corpora.items()}
-    validation = validation or {path: corpus.validation for path, corpus in corpora.items()}
+    for path, name in fields.items():
+        if path not in corpora:
+            from dape_jax.data.prepare.command import prepare_text  # imported here: a prepared corpus needs none of it
+
+            raw = config
+            if held_out is not None:
+                others = held_out if path != held_out and found[held_out] is None else None
+                fraction = 1.0 if path == held_out else 0.0
+                raw = dataclasses.replace(config, validation_path=others, validation_fraction=fraction)
+            corpora[path] = open_corpus(prepare_text(path, raw, lossy, name))
+    train = {path: corpora[path].train for path in config.weights}
+    validation = {path: corpora[path].validation for path in (config.weights if held_out is None else [held_out])}
     return Corpora(train, validation, config.weights)
-
-
-def load_corpus(
-    config: DataConfig,
-    lossy: bool = False,
-    path: str | None = None,
-    field: str = "data.path",
-    validation_fraction: float | None = None,
-) -> Corpus:
-    """Open the prepared corpus at a path; prepare raw text first, into `data.cache_dir`.
-
-    Args:
-        config: config of the corpus.
-        lossy: accept a tokenizer that loses raw text, and log a warning with the number of documents that it changes.
-            For an existing model, whose tokenizer cannot be chosen.
-        path: path of the corpus; `config.path` if it is None.
-        field: name of the path, for messages.
-        validation_fraction: share of raw text's documents for validation; that of the config if it is None. With 0 or
-            1, one split is empty. If `config.validation_path` is raw text, its files are the validation split.
-
-    Raises:
-        InputError: there is no text, a split has no documents, the tokenizer is missing or differs from the prepared
-            corpus's, or a store is damaged.
-    """
-    path = config.path if path is None else path
-    assert path is not None
-    directory = find_corpus(path, config, field)
-    if directory is None:
-        from dape_jax.data.prepare.command import prepare_text  # imported here: training on a corpus needs none of it
-
-        fraction = config.validation_fraction if validation_fraction is None else validation_fraction
-        directory = prepare_text(path, config, lossy, field, fraction)
-    return open_corpus(directory)

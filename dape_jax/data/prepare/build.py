@@ -27,9 +27,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from jaxtyping import Integer
 
-from dape_jax.data.prepare.config import PrepareConfig, Skipped
+from dape_jax.data.prepare.config import Bad, PrepareConfig, Skipped
 from dape_jax.data.prepare.inputs import InputFile
-from dape_jax.data.prepare.selection import Bad
 from dape_jax.data.prepare.splits import Found, described, divided
 from dape_jax.data.store import (
     FORMAT_VERSION,
@@ -48,7 +47,6 @@ from dape_jax.progress import Progress
 CORPUS_DIRECTORY, PROGRESS_FILE = "corpus", "progress.json"
 RECORD_FILE, REJECTED_FILE = "record.json", "rejected.jsonl"
 
-MAX_LISTED = 100_000  # maximum records in rejected.jsonl; the rest are only counted
 _NAMES = 3  # of files in a line of the log
 _SAVE_BYTES = 2**26  # bytes of input between two saves of the progress, at least
 
@@ -207,8 +205,7 @@ def _write_documents(
             if isinstance(made, str | Bad):
                 bad = made if isinstance(made, Bad) else Bad(made, "")
                 (record.skipped if isinstance(made, str) else record.rejected)[bad.reason] += 1
-                num_listed = record.skipped.total() + record.rejected.total() - record.skipped["filtered"]
-                if bad.reason != "filtered" and num_listed <= MAX_LISTED:
+                if bad.reason != "filtered":
                     detail = " ".join(bad.detail.split())[:200]
                     line = {"file": files_left[found.file].path, "line": found.number, "reason": bad.reason}
                     out[REJECTED_FILE].write(json.dumps(line | {"detail": detail}).encode() + b"\n")

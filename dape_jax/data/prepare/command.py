@@ -54,10 +54,11 @@ from dape_jax.data.tokenizers import (
     train_bpe,
 )
 from dape_jax.errors import InputError, require
-from dape_jax.files import json_digest, read_json, sync_directory, write_json
+from dape_jax.files import json_digest, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
+Inputs = tuple[dict[str, Any], list[InputFile], Tokenizer | None]  # results of `_recipe`, where they are known already
 RECIPE_FILE = "recipe.json"
 TRAIN_BPE_BYTES = 2**30  # bytes of text on which a BPE is trained
 
@@ -69,7 +70,7 @@ class Prepared(NamedTuple):
     record: Record
 
 
-def prepare(config: PrepareConfig) -> Prepared:
+def prepare(config: PrepareConfig, inputs: Inputs | None = None) -> Prepared:
     """Build a corpus, resume building it, or open it if it is complete. Wait for another process that is building it.
 
     Raises:
@@ -77,7 +78,9 @@ def prepare(config: PrepareConfig) -> Prepared:
     """
     output = Path(os.path.abspath(os.path.expanduser(config.output)))
     work = output.with_name(output.name + ".partial")
-    recipe, files, tokenizer = _recipe(config, output, work)
+    is_new = not output.exists() or (output / RECIPE_FILE).is_file()
+    require(is_new, "output", str(output), "must be a new directory, or one made by this program")
+    recipe, files, tokenizer = inputs or _recipe(config, output, work)
     if not output.exists():
         output.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(output.with_name(f".{output.name}.lock")):
@@ -96,7 +99,7 @@ def prepare(config: PrepareConfig) -> Prepared:
     return Prepared(open_corpus(output), record)
 
 
-def prepare_text(path: str, data: DataConfig, lossy: bool, field: str, validation_fraction: float) -> Path:
+def prepare_text(path: str, data: DataConfig, lossy: bool, field: str) -> Path:
     """Prepare raw text of a run in `data.cache_dir`/<16 hex digits of its recipe>, unless it is there; return it.
 
     Changed text gets another directory. Documents may be longer than by default.
@@ -106,6 +109,8 @@ def prepare_text(path: str, data: DataConfig, lossy: bool, field: str, validatio
     """
     allowed = f"raw text ({field} = {path!r}) needs 'bytes' or a tokenizer.json"
     require(data.tokenizer is not None, "data.tokenizer", data.tokenizer, allowed)
+    cache = Path(os.path.abspath(os.path.expanduser(data.cache_dir)))
+    corpora = [file.parent for file in cache.glob(f"{'[0-9a-f]' * 16}*/{RECIPE_FILE}")]  # they may be below `path`
     try:
         config = PrepareConfig(
             input=(path,),
@@ -115,14 +120,16 @@ def prepare_text(path: str, data: DataConfig, lossy: bool, field: str, validatio
             lossy=lossy,
             max_length=MAX_LENGTH,
             document_separator=data.document_separator,
-            validation_fraction=validation_fraction,
+            validation_fraction=data.validation_fraction,
             workers=1,  # of the longest documents, few fit in memory
         )
-        recipe, *_ = _recipe(config)
-        output = Path(data.cache_dir, json_digest(recipe)[:16])
-        corpus, record = prepare(dataclasses.replace(config, output=str(output)))
+        inputs = _recipe(config, *corpora)
+        output = cache / json_digest(inputs[0])[:16]
+        corpus, record = prepare(dataclasses.replace(config, output=str(output)), inputs)
     except InputError as error:
-        raise InputError(f"{field} = {path!r}: {error}") from error
+        raise InputError(f"{field} = {path!r}: {str(error).removeprefix(f'input = {path!r}: ')}") from error
+    except OSError as error:  # of input it is an InputError
+        raise OSError(f"data.cache_dir = {data.cache_dir!r}: {error}") from error
     directory = corpus.train.directory.parent
     logger.info("text of %r, prepared in %s", path, directory)
     if record.num_lossy:
@@ -130,7 +137,7 @@ def prepare_text(path: str, data: DataConfig, lossy: bool, field: str, validatio
     return directory
 
 
-def _recipe(config: PrepareConfig, *excluded: Path) -> tuple[dict[str, Any], list[InputFile], Tokenizer | None]:
+def _recipe(config: PrepareConfig, *excluded: Path) -> Inputs:
     """Return everything that the result depends on, as JSON; and input files and tokenizer, or None to train one.
 
     Files in the `excluded` directories are left out.
@@ -140,9 +147,8 @@ def _recipe(config: PrepareConfig, *excluded: Path) -> tuple[dict[str, Any], lis
         others = [file._replace(split="validation") for file in find_files(config.validation, excluded, "validation")]
         paths = {file.path for file in others}
         files = [file._replace(split="train") for file in files if file.path not in paths] + others
-        require(
-            files[0].split == "train", "input", ",".join(config.input), "must have files that are not in validation"
-        )
+        allowed = "must have files that are not in validation"
+        require(files[0].split == "train", "input", ",".join(config.input), allowed)
     num_files = Counter(file.split for file in files)
     files = [file._replace(is_alone=num_files[file.split] == 1) for file in files]
     if config.tokenizer is not None:
@@ -208,7 +214,6 @@ def _build(
     save_tokenizer(tokenizer, complete)
     write_json(complete / RECIPE_FILE, recipe)
     os.rename(complete, output)
-    sync_directory(output.parent)
     shutil.rmtree(work)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import re
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dape_jax.command_line import flag
 from dape_jax.errors import require
@@ -11,6 +11,13 @@ from dape_jax.errors import require
 MAX_LENGTH = 2**30  # maximum of max_length, and the limit for raw text
 
 Skipped = Literal["filtered", "too short", "too long"]
+
+
+class Bad(NamedTuple):
+    """Record that cannot be read, or the position at which a file is damaged."""
+
+    reason: str  # category, for counts
+    detail: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +87,7 @@ class PrepareConfig:
         if self.document_separator is None:
             return None
         escapes = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "\\": "\\"}
-        text = re.sub(r"\\([nrtf\\])", lambda match: escapes[match[1]], self.document_separator)
-        return text.encode("utf-8", "surrogateescape")  # as an argument is read in a locale that is not UTF-8
+        return re.sub(r"\\([nrtf\\])", lambda match: escapes[match[1]], self.document_separator).encode()
 
     @property
     def conditions(self) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -1,20 +1,60 @@
-"""Paths -> input files, in a fixed order.
+"""Paths -> input files in a fixed order, and these as streams of bytes, decompressed and decoded.
 
-In: the paths given to `prepare`. Out: the files that they name. Next: `records`, which reads them.
+In: the paths given to `prepare`. Out: the files that they name; of each, a stream and its first bytes. Next: `records`,
+which finds the records in it.
 """
 
+import bz2
+import codecs
+import contextlib
 import glob
+import gzip
+import io
+import logging
+import lzma
 import os
+import re
+import sys
 import sysconfig
-from collections.abc import Collection, Iterable, Iterator
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import fsspec
 
 from dape_jax.data.store import SIDECAR_FILE, STDLIB, Split
 from dape_jax.errors import require
 from dape_jax.storage import is_remote, read_errors
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+logger = logging.getLogger(__name__)
+
+# Also BadGzipFile, an OSError; errors of pyarrow, ValueErrors and OSErrors; UnicodeError and InputError, ValueErrors.
+DAMAGE = (EOFError, OSError, ValueError, zlib.error, lzma.LZMAError, zstd.ZstdError)
+
+_WINDOW = zstd.DecompressionParameter.window_log_max.bounds()[1]  # files of `zstd --long` need more than the default
+_COMPRESSIONS: dict[str, tuple[bytes, Any]] = {  # first bytes, as a pattern, and how to open
+    ".gz": (rb"\x1f\x8b", gzip.open),
+    ".bz2": (rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", bz2.open),
+    ".xz": (rb"\xfd7zXZ\x00", lzma.open),
+    ".zst": (
+        rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
+        lambda file: zstd.open(file, options={zstd.DecompressionParameter.window_log_max: _WINDOW}),
+    ),
+}
+_MARKS = {  # byte order marks; that of UTF-32 begins with that of UTF-16
+    codecs.BOM_UTF8: None,
+    codecs.BOM_UTF32_LE: "utf-32-le",
+    codecs.BOM_UTF32_BE: "utf-32-be",
+    codecs.BOM_UTF16_LE: "utf-16-le",
+    codecs.BOM_UTF16_BE: "utf-16-be",
+}
+_HEAD_BYTES = 8192
 
 
 class InputFile(NamedTuple):
@@ -88,6 +128,8 @@ def _walk(root: str, excluded: Collection[str] = ()) -> Iterator[str]:
 
     for folder, subfolders, files in os.walk(root, onerror=stop):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in excluded]
+        if links := ", ".join(name for name in subfolders if os.path.islink(os.path.join(folder, name))):
+            logger.warning("links to directories in %s left out: %s; '%s/**' follows them", folder, links, root)
         yield from (os.path.join(folder, name) for name in files if not name.startswith("."))
 
 
@@ -97,3 +139,56 @@ def _stat(path: str) -> InputFile:
         path = f"{prefix}.bin"
     stat = os.stat(path)
     return InputFile(path, stat.st_size, stat.st_mtime_ns)
+
+
+@contextlib.contextmanager
+def open_input(path: str) -> Iterator[tuple[Any, bytes]]:
+    """Open a file as a stream of bytes, and yield it with its first bytes.
+
+    Compressed content is decompressed, whatever its name. Text with a byte order mark is decoded, and becomes UTF-8
+    without the mark.
+    """
+    with contextlib.ExitStack() as stack:
+        content: Any = stack.enter_context(fsspec.open(path, "rb", compression=None))
+        head = _head(content.read)
+        content.seek(0)
+        compressions = [suffix for suffix, (magic, _) in _COMPRESSIONS.items() if re.match(magic, head)]
+        if not (head and is_text(head)):  # else it was decompressed on its way here, and has kept its name
+            compressions += [suffix for suffix in [compression_of(path)] if suffix]
+        if compressions:
+            decompress = _COMPRESSIONS[compressions[0]][1]
+            head = _head(decompress(content).read1)
+            content.seek(0)  # with a new decompressor: after damage, the first may return nothing
+            content = stack.enter_context(decompress(content))
+        for mark, encoding in _MARKS.items():
+            # Python source keeps it: the corpus of the standard library, and the results on it, would be others.
+            if head.startswith(mark) and (encoding is not None or not path.endswith(".py")):
+                content.seek(len(mark))
+                head = head[len(mark) :]
+                if encoding is not None:
+                    content = io.BytesIO(content.read().decode(encoding).encode())
+                    head = content.getvalue()[:_HEAD_BYTES]
+                break
+        yield content, head
+
+
+def compression_of(path: str) -> str:
+    """Return the suffix that names the compression of a file, or ""."""
+    suffix = os.path.splitext(path.lower())[1]
+    return suffix if suffix in _COMPRESSIONS else ""
+
+
+def is_text(head: bytes) -> bool:
+    """Return whether the first bytes of a file are text in UTF-8, of which the last character may be cut."""
+    with contextlib.suppress(UnicodeError):
+        return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head)
+    return False
+
+
+def _head(read: Callable[[int], bytes]) -> bytes:
+    """Return the first bytes of a stream, up to a place where it is damaged."""
+    head = b""
+    with contextlib.suppress(*DAMAGE):
+        while len(head) < _HEAD_BYTES and (block := read(_HEAD_BYTES - len(head))):
+            head += block
+    return head

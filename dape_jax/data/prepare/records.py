@@ -1,6 +1,6 @@
 """Input files -> documents: find the records of a file, and classify these as documents, skipped or bad.
 
-In: an `InputFile` of `inputs`, opened by `formats`. Out: its documents, from `read_documents`. Next: `splits`.
+In: an `InputFile` of `inputs`. Out: its documents, from `read_documents`. Next: `splits`.
 
     content                                            documents
     JSON objects in lines (.jsonl, .ndjson, or seen)   the text field of each
@@ -13,22 +13,23 @@ In: an `InputFile` of `inputs`, opened by `formats`. Out: its documents, from `r
 A record that cannot be read becomes a `Bad` with its reason, and reading continues after it.
 """
 
+import datetime
+import decimal
+import fractions
 import hashlib
 import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from jaxtyping import Integer
 
-from dape_jax.data.prepare.config import PrepareConfig, Skipped
-from dape_jax.data.prepare.formats import DAMAGE, compression_of, open_input
-from dape_jax.data.prepare.inputs import InputFile
+from dape_jax.data.prepare.config import Bad, PrepareConfig, Skipped
+from dape_jax.data.prepare.inputs import DAMAGE, InputFile, compression_of, open_input
 from dape_jax.data.prepare.megatron import read_documents as read_ids
-from dape_jax.data.prepare.selection import Bad, lookup, select_text
 from dape_jax.data.prepare.texts import between, in_pieces
 from dape_jax.data.store import Split
 from dape_jax.errors import InputError, require, require_package
@@ -42,6 +43,64 @@ _WHOLE_BYTES = 2**30  # longest JSON that is not in lines
 _ROWS = 16  # rows of parquet in memory at a time
 
 Select = Callable[[Any, PrepareConfig], bytes | Skipped | Bad]
+
+
+# ---- the text of a record
+
+
+def select_text(record: Any, config: PrepareConfig) -> bytes | Skipped | Bad:
+    """Return the text of a record, or why it is skipped or bad."""
+    for field, accepted in config.conditions:
+        value = lookup(record, field)
+        if not any(_matches(value, text) for text in accepted):
+            return "filtered"
+    text = lookup(record, config.text_field)
+    try:
+        if isinstance(text, str | bytes):  # bytes from parquet
+            return (text if isinstance(text, str) else text.decode()).encode()
+    except UnicodeError as error:  # half a surrogate pair is JSON, but not Unicode
+        return Bad("not Unicode", str(error))
+    if not isinstance(record, dict):
+        return Bad("no text", f"a {type(record).__name__}, not an object; a .json file may have an array of objects")
+    found = f"missing; fields: {listed(record)}" if text is None else type(text).__name__
+    return Bad("no text", f"{config.text_field!r} is {found}; --text_field of dape-prepare names another field")
+
+
+def lookup(record: Any, field: str) -> Any:
+    """Return the value of a field, or None: its name as it is, or else with dots that descend into objects."""
+    if not isinstance(record, dict) or field in record:
+        return record[field] if isinstance(record, dict) else None
+    dots = (i for i, char in enumerate(field) if char == ".")
+    found = (lookup(record[field[:i]], field[i + 1 :]) for i in dots if field[:i] in record)
+    return next((value for value in found if value is not None), None)
+
+
+def spelled(value: Any) -> str:
+    """Return a value as `where` gives it: as in JSON, text without quotes, a date or time in ISO 8601."""
+    value = value.decode(errors="replace") if isinstance(value, bytes) else value
+    return json.dumps(value) if isinstance(value, bool | int | float | None) else str(value)
+
+
+def _matches(value: Any, text: str) -> bool:
+    """Return whether a value is the one in `where`, perhaps spelled otherwise."""
+    if text == spelled(value):
+        return True
+    try:
+        if isinstance(value, datetime.datetime):
+            given = datetime.datetime.fromisoformat(text)
+            return value == (given if given.tzinfo else given.replace(tzinfo=value.tzinfo))
+        is_number = isinstance(value, int | float | decimal.Decimal) and not isinstance(value, bool)
+        return is_number and fractions.Fraction(text) == fractions.Fraction(value)  # 2003 and 2003.0
+    except (ValueError, ArithmeticError):
+        return False
+
+
+def listed(names: Iterable[Any]) -> str:
+    """Return the first names of fields as text."""
+    return ", ".join(str(name) for name in itertools.islice(names, 20)) or "none"
+
+
+# ---- the records of a file
 
 
 def split_of(document: bytes, validation_fraction: float) -> Split:
@@ -104,6 +163,9 @@ def _records(file: InputFile, config: PrepareConfig, select: Select) -> Iterator
         yield from read_ids(file.path)
         return
     with open_input(file.path) as (content, head):
+        if head.startswith(b"version https://git-lfs.github.com/spec/"):
+            yield Bad("not downloaded", "a pointer of git-lfs: `git lfs pull` replaces it by the file")
+            return
         form, begin = _format(file.path, content, head, config)
         text = b"".join(begin) if form == "text" else b""
         if form == "parquet":
@@ -119,8 +181,9 @@ def _records(file: InputFile, config: PrepareConfig, select: Select) -> Iterator
         elif config.where:
             yield "filtered"  # a text has no fields, so none match
         elif form == "binary":
-            flat = ": it has no .idx, and token files without one are not supported"
-            yield Bad("binary file", "a NUL byte" + flat * file.path.lower().endswith(".bin"))
+            others = "give text in UTF-8, JSON lines or parquet; archives are not unpacked"
+            flat = "it has no .idx, and token files without one are not supported"
+            yield Bad("binary file", f"a NUL byte: {flat if file.path.lower().endswith('.bin') else others}")
         elif config.separator is not None:
             yield from between(content, text, config.separator, config.max_length)
         elif file.is_alone:

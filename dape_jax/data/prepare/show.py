@@ -6,7 +6,7 @@ import numpy as np
 
 from dape_jax.data.prepare.build import RECORD_FILE, REJECTED_FILE, read_record
 from dape_jax.data.prepare.splits import described
-from dape_jax.data.store import SIDECAR_FILE, TokenStore, nearest, open_corpus
+from dape_jax.data.store import SIDECAR_FILE, TokenStore, nearest, open_corpus, verify_stores
 from dape_jax.errors import printable, require
 
 QUANTILES = {"smallest": 0.0, "5 %": 0.05, "25 %": 0.25, "median": 0.5, "75 %": 0.75, "95 %": 0.95, "largest": 1.0}
@@ -32,7 +32,7 @@ def show(directory: Path) -> None:
     print(f"documents that cannot be decoded exactly from their tokens: {record.num_lossy:,}")
     if corpus.validation.num_documents < FEW_DOCUMENTS:
         print("few documents to evaluate on: the intervals of an evaluation will be wide")
-    for store in (corpus.train, corpus.validation):
+    for store in corpus:
         if store.num_documents:
             _show_store(store)
     print(f"\ndigest {corpus.digest}: verified")
@@ -40,12 +40,13 @@ def show(directory: Path) -> None:
 
 def _show_store(store: TokenStore) -> None:
     size = f"{store.tokens.nbytes / 1e6:,.1f} MB on disk"
-    print(f"\n{store.sidecar.split}: {store.num_documents:,} documents, {store.num_tokens:,} tokens, {size}")
+    documents = f"{store.num_documents:,} document{'s' * (store.num_documents > 1)}"
+    print(f"\n{store.sidecar.split}: {documents}, {store.num_tokens:,} tokens, {size}")
     lengths = np.diff(store.offsets) - 1
     at = np.quantile(lengths, list(QUANTILES.values()), method="inverted_cdf")
     quantiles = ", ".join(f"{name} {value:,}" for name, value in zip(QUANTILES, at.tolist(), strict=True))
     print(f"  tokens per document, without its end (mean {lengths.mean():,.1f}): {quantiles}")
-    store.verify()
+    verify_stores([store])
     for index in np.random.default_rng(0).permutation(store.num_documents)[:_SAMPLES].tolist():
         # A character has at most 4 bytes, and a token at least one.
         text = store.tokenizer.decode(store.document(index)[: 4 * _SHOWN_CHARS]).decode("utf-8", "replace")

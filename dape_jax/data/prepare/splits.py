@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dape_jax.data.prepare.config import PrepareConfig, Skipped
+from dape_jax.data.prepare.config import Bad, PrepareConfig, Skipped
 from dape_jax.data.prepare.inputs import InputFile
-from dape_jax.data.prepare.records import Content, is_text, read_documents, split_of
-from dape_jax.data.prepare.selection import Bad, listed, lookup, spelled
+from dape_jax.data.prepare.records import Content, is_text, listed, lookup, read_documents, spelled, split_of
 from dape_jax.data.prepare.texts import cut_before
 from dape_jax.data.store import SPLITS, Split
 from dape_jax.data.tokenizers import END_TOKENS, Bytes, Tokenizer
@@ -106,7 +105,7 @@ def find_cut(files: list[InputFile], config: PrepareConfig, tokenizer: Tokenizer
 def _documents(
     files: list[InputFile], config: PrepareConfig, tokenizer: Tokenizer | None, field: str
 ) -> Iterator[tuple[Split | None, int, int]]:
-    """Yield split, number and length of the documents of files. Warn if the first has the usual separator in it.
+    """Yield split, number and length of the documents of files. Warn if the first is text that may have several.
 
     Raises:
         InputError: there are none. The message names `field`.
@@ -120,10 +119,14 @@ def _documents(
             left_out[content.reason] += 1
             first = first or f"; {files[found.file].path}: {found.number}: {content.detail}"
         else:
-            count = content.count(_SEPARATOR.encode()) if is_empty and isinstance(content, bytes) else 0
-            if count > 1 and is_text(files[found.file], config):
-                flag = f"--document_separator='{_SEPARATOR}' (in training, --config.data.document_separator)"
-                logger.warning("%s has %d times %s: %s divides it", files[found.file].path, count, _SEPARATOR, flag)
+            file = files[found.file]
+            if is_empty and isinstance(content, bytes) and is_text(file, config):
+                if (count := content.count(_SEPARATOR.encode())) > 1:
+                    flag = f"--document_separator='{_SEPARATOR}' (in training, --config.data.document_separator)"
+                    logger.warning("%s has %d times %s: %s divides it", file.path, count, _SEPARATOR, flag)
+                if file.is_alone and file.path.lower().endswith((".json", ".csv", ".tsv")):
+                    advice = "records are read from JSON lines, parquet and JSON arrays of objects"
+                    logger.warning("%s is read as text, without the field %r: %s", file.path, config.text_field, advice)
             is_empty = False
             yield found.split, found.number, len(content)
     if is_empty:
