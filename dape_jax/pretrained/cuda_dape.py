@@ -20,14 +20,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .cuda_kernels import SOURCES, Tiling, cached_code, multiple, nvrtc, shared_bytes, tilings
+from .cuda_kernels import (
+    BLOCK_BYTES,
+    LOG2E,
+    MAX_GRADIENT,
+    MAX_KNEE,
+    SOURCES,
+    Tiling,
+    cached_code,
+    fragments,
+    in_register_order,
+    multiple,
+    nvrtc,
+    shared_bytes,
+    tilings,
+)
 
 SLOPE = 0.01  # negative slope of the LeakyReLU
-LOG2E = math.log2(math.e)
 MIN_ROWS = 16  # with fewer, as in generation, PyTorch computes no more than the tables
-MAX_KNEE = 6e4  # in float16
-MAX_GRADIENT = 2.0**14  # bound of gradients in float16
-BLOCK_BYTES = 512 * 2**20  # of P and dS in the backward pass
 
 
 def why_not(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, processor: Any) -> str | None:
@@ -102,6 +112,11 @@ def heads_to_slots(t: Tiling, x: Tensor) -> Tensor:
     return functional.pad(x, (0, 4 - of_quarter)).flatten(-2)
 
 
+def convolve(x_XJI: Tensor, kernel_WIO: Tensor) -> Tensor:
+    """Return y[.., j, o] = sum over w and i of kernel[w, i, o] x[.., j + w, i], with W - 1 fewer columns."""
+    return torch.einsum("...JIW,WIO->...JO", x_XJI.unfold(-2, len(kernel_WIO), 1), kernel_WIO)
+
+
 def make_operator(bias: Any, processor: Any, q_BTHK: Tensor, num_keys: int, window: int | None) -> tuple[Tensor, ...]:
     """Return the convolutions and the tables of `dape_jax.kernels.tables.make_operator`, which describes them.
 
@@ -109,7 +124,6 @@ def make_operator(bias: Any, processor: Any, q_BTHK: Tensor, num_keys: int, wind
         In float32, the convolutions [W, H, C] of the scores and [W, C, H], knee [N, C], added [N, H], and in the first
         columns [P, T, C] and [2 P, T, H].
     """
-    total = functools.partial(functools.reduce, torch.add)
     (num_rows, heads), zeros = q_BTHK.shape[1:3], functools.partial(torch.zeros, device=q_BTHK.device)
     arange = functools.partial(torch.arange, device=q_BTHK.device)
 
@@ -124,49 +138,33 @@ def make_operator(bias: Any, processor: Any, q_BTHK: Tensor, num_keys: int, wind
     (width, channels, _), pad = processor.output_WCH.shape, processor.halo
     ahead = width - 1 - pad
     num_distances = ahead + num_keys
-    column_T = arange(num_keys - num_rows, num_keys)
+    column_T1 = arange(num_keys - num_rows, num_keys)[:, None]
+    halves = processor.scores_WHC, processor.bias_WHC
+    scores_WHC, bias_WHC = (zeros(width, heads, channels) if x is None else x.float() for x in halves)
     output_WCH = processor.output_WCH.float()
-    # The bias of Conv2 shifts a whole row and cancels in the softmax.
-    added_NH = processor.output_bias_H.detach().float().expand(num_distances, heads)
-    hidden_NC = processor.hidden_bias_C.float().expand(ahead + num_distances + pad, channels)
-    left_PTC = zeros(pad, num_rows, channels)
-    if bias is not None:
-        distance_N = arange(-3 * ahead, num_keys + 2 * pad)
-        visible_N = (distance_N >= 0) & (distance_N < (window or 2**30))
-        bias_NH = of_distance(distance_N).masked_fill(~visible_N[:, None], 0)
-        if processor.residual:
-            added_NH = added_NH + bias_NH[2 * ahead :][:num_distances]
-        if processor.bias_WHC is not None:
-            kernel_WHC = processor.bias_WHC.float()
-            for w in range(width):
-                hidden_NC = hidden_NC + bias_NH[width - 1 - w :][: len(hidden_NC)] @ kernel_WHC[w]
-            excess = []
-            for column in range(pad):
-                index_T = column_T - column + pad + 3 * ahead
-                excess.append(total(bias_NH[index_T - w] @ kernel_WHC[w] for w in range(pad - column)))
-            left_PTC = torch.stack(excess) if excess else left_PTC
+    # All distances that Conv2 depends on. A larger distance is a column to the left, so the kernels are flipped.
+    distance_N = arange(-3 * ahead, num_keys + 2 * pad)
+    visible_N = (distance_N >= 0) & (distance_N < (window or 2**30))
+    bias_NH = of_distance(distance_N).masked_fill(~visible_N[:, None], 0)
+    hidden_NC = processor.hidden_bias_C.float() + convolve(bias_NH, bias_WHC.flip(0))
+    # What the columns -P .. -1, which do not exist, add to the hidden features of the columns 0 .. P - 1.
+    before_TPH = bias_NH[column_T1 - arange(-pad, 0) + 3 * ahead]
+    left_TPC = convolve(functional.pad(before_TPH, (0, 0, 0, width)), bias_WHC)[:, :pad]
 
-    # The kernels' gradient of the knee is that of all that reads h_B.
-    fixed_NC, fixed_left_PTC = hidden_NC.detach(), left_PTC.detach()
-    features_NC = functional.leaky_relu(fixed_NC, SLOPE)
-    for w in range(width):
-        added_NH = added_NH + features_NC[width - 1 - w :][:num_distances] @ output_WCH[w]
-
-    def excess_features(column: int) -> Tensor:
-        index_T = (column_T - column + 2 * ahead).clamp(min=0)
-        if column < 0:
-            return features_NC[index_T]
-        return features_NC[index_T] - functional.leaky_relu(fixed_NC[index_T] - fixed_left_PTC[column], SLOPE)
-
-    excess_TC = {column: excess_features(column) for column in range(-pad, pad)}
-    left_added = [
-        total(excess_TC[column + w - pad] @ output_WCH[w] for w in range(min(width, 2 * pad - column)))
-        for column in range(2 * pad)
-    ]
-    scores_WHC = zeros(width, heads, channels) if processor.scores_WHC is None else processor.scores_WHC.float()
-    knee_NC = (1 - SLOPE) * hidden_NC[ahead:][:num_distances]
-    left_added_QTH = torch.stack(left_added) if left_added else zeros(0, num_rows, heads)
-    return scores_WHC, output_WCH, knee_NC, added_NH, (1 - SLOPE) * left_PTC, left_added_QTH
+    # The kernels' gradient of the knee is that of all that reads h_B. The bias of Conv2 shifts a whole row and cancels
+    # in the softmax.
+    fixed_NC, fixed_left_TPC = hidden_NC.detach(), left_TPC.detach()
+    added_NH = processor.output_bias_H.detach().float()
+    added_NH = added_NH + convolve(functional.leaky_relu(fixed_NC, SLOPE), output_WCH.flip(0))
+    if processor.residual:
+        added_NH = added_NH + bias_NH[2 * ahead :][:num_distances]
+    # The table's minus the true features of the hidden columns -P .. P - 1; rows before such a column do not read it.
+    hidden_TQC = fixed_NC[(column_T1 - arange(-pad, pad) + 2 * ahead).clamp(min=0)]
+    excess_TQC = functional.leaky_relu(hidden_TQC, SLOPE)
+    excess_TQC[:, pad:] -= functional.leaky_relu(hidden_TQC[:, pad:] - fixed_left_TPC, SLOPE)
+    left_added_TQH = convolve(functional.pad(excess_TQC, (0, 0, 0, width)), output_WCH)[:, : 2 * pad]
+    knee_NC, left_knee_TPC = (1 - SLOPE) * hidden_NC[ahead:][:num_distances], (1 - SLOPE) * left_TPC
+    return scores_WHC, output_WCH, knee_NC, added_NH, left_knee_TPC.movedim(1, 0), left_added_TQH.movedim(1, 0)
 
 
 # ---- launch
@@ -231,18 +229,6 @@ class Call:
     window: int
     scale: float
     first: int
-
-
-def in_register_order(x: Tensor) -> Tensor:
-    """Order the last dim as threads hold it: channel 8 n + 2 t + e at [t, n, e]."""
-    return x.unflatten(-1, (-1, 4, 2)).transpose(-2, -3).flatten(-3)
-
-
-def fragments(x_WNM: Tensor) -> Tensor:
-    """Order weights, outputs N by inputs M, as operands of matmuls; four registers of a thread are neighbours."""
-    width, outputs, inputs = x_WNM.shape
-    x = x_WNM.reshape(width, outputs // 8, 8, inputs // 16, 2, 4, 2).permute(0, 1, 3, 4, 2, 5, 6)
-    return x.reshape(-1, 4, 32, 2).transpose(1, 2).reshape(-1)
 
 
 def operands(t: Tiling, first: int, operator: Sequence[Tensor]) -> list[Tensor]:

@@ -26,7 +26,6 @@ from dape_jax.kernels.cuda.compiler import SOURCES
 from dape_jax.model.transformer import Params, flat_params, parameter_kind
 from dape_jax.pretrained.families import NOT_EXPORTED
 from dape_jax.pretrained.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
-from dape_jax.provenance import provenance
 
 MODELING_FILE, LAUNCHER_FILE, KERNELS_FILE = "modeling_dape.py", "cuda_dape.py", "cuda_kernels.py"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -52,7 +51,7 @@ def export_run(workdir: epath.PathLike, output: Path, *, step: str = "newest", d
         workdir: run directory.
         output: directory to create.
         step: "newest", "best" or a number.
-        dtype: dtype of the tensors; a run has float32.
+        dtype: dtype of the matrices; a run has float32.
 
     Raises:
         InputError: the checkpoint is missing, the model is not a decoder, PyTorch's model lacks its bias or processor,
@@ -82,7 +81,6 @@ def export_run(workdir: epath.PathLike, output: Path, *, step: str = "newest", d
         write_json(temporary / "generation_config.json", {name: config[name] for name in names})
         write_tokenizer(tokenizer, conventions, temporary)
         write_code(temporary)
-        (temporary / "README.md").write_text(model_card(trained), encoding="utf-8")
         temporary.rename(output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -185,31 +183,3 @@ def write_tokenizer(tokenizer: Tokenizer, conventions: Conventions, directory: P
     write_json(directory / "tokenizer_config.json", config)
     if conventions.chat_template is not None:
         (directory / TEMPLATE_FILE).write_text(conventions.chat_template, encoding="utf-8")
-
-
-def model_card(trained: TrainedModel) -> str:
-    """Return the content of `README.md`."""
-    record = provenance("flax", "jax")
-    return f"""---
-library_name: transformers
-tags: [dape]
----
-
-# {trained.name}
-
-A decoder whose attention scores are processed by DAPE, exported from step {trained.step} of the run `{trained.name}`.
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("PATH", trust_remote_code=True)
-```
-
-Trained on sequences of {trained.run.train.train_length} tokens of data `{trained.data_digest[:16]}`. The length of
-an input is not limited.
-
-```json
-{json.dumps({"model": resolved(trained.run)["model"], **record}, indent=1)}
-```
-"""

@@ -25,7 +25,7 @@ class Flags:
     workdir: str = flag(dataclasses.MISSING, "Run directory.")
     output: str = flag(dataclasses.MISSING, "Directory to create.")
     step: str = flag("newest", STEP_HELP)
-    dtype: str = flag("float32", "Dtype of the tensors: float32, bfloat16 or float16.")
+    dtype: str = flag("float32", "Dtype of the matrices: float32, bfloat16 or float16.")
 
 
 def main(given: Flags) -> None:
@@ -36,7 +36,7 @@ def main(given: Flags) -> None:
     from dape_jax.pretrained.export import export_run
 
     require_single_process()
-    export_run(to_path(given.workdir, "--workdir"), Path(given.output), step=given.step, dtype=given.dtype)
+    export_run(to_path(given.workdir, "--workdir"), Path(given.output).expanduser(), step=given.step, dtype=given.dtype)
     print(f"exported: {given.output}")
 
 

@@ -24,19 +24,21 @@ from dape_jax.pretrained.files import CONFIG_FILE, short
 # Fields that do not change the logits of a forward pass, by their names.
 HARMLESS = re.compile(
     r"_.*|architectures|auto_map|(base_model_)?name_or_path|unsloth.*|(transformers|model)_version|transformers\.js_config"
-    r"|license|prefix|tokenizer.*|.*_token_(ids?|index)|(add_)?(bos|eos|pad|unk|sep|cls|mask)_token"
+    r"|license|author|created_date|prefix|tokenizer.*|.*_token_(ids?|index)|(add_)?(bos|eos|pad|unk|sep|cls|mask)_token"
     # training
     r"|.*dropout.*|.*_pdrop|.*initializer.*|init_std|.*checkpointing|.*loss.*|pretraining_tp|is_llama_config|finetuned"
     # classification, generation and other outputs
-    r"|.*label.*|problem_type|task_.*|finetuning_task|summary_.*|output_(attentions|hidden_states|scores)|return_dict.*"
-    r"|generation.*|(use_)?cache(_implementation)?|is_decoder|do_sample|temperature|top_[kp]|typical_p|num_beam.*"
-    r"|num_return_sequences|early_stopping|.*_penalty|.*no_repeat_ngram_size|bad_words_ids|(max|min)_(new_tokens|length)"
+    r"|.*label.*|problem_type|task_.*|finetuning_task|summary_.*|output_(attentions|hidden_states|scores|past)"
+    r"|return_dict.*|generation.*|(use_)?cache(_implementation)?|is_decoder|do_sample|temperature|top_[kp]|typical_p"
+    r"|num_beam.*|num_return_sequences|early_stopping|.*_penalty|.*no_repeat_ngram_size|bad_words_ids"
+    r"|(max|min)_(new_tokens|length)|n_special|predict_special_tokens"
     # computation: dtypes, kernels, lengths that nothing depends on, and experts, which `family_of` refuses unless none
-    r"|(torch_)?dtype|(use_)?(bfloat16|float16|bf16|fp16)|.*flash_att.*|attn_implementation|torchscript|max_window_layers"
-    r"|chunk_size_feed_forward|.*expert.*|(model_)?max_(seq|sequence)?_?len(gth)?|seq_len(gth)?"
+    r"|(torch_)?dtype|(use_)?(bfloat16|float16|bf16|fp16)|.*softmax_in_fp32|.*flash_att.*|attn_implementation|torchscript"
+    r"|max_window_layers|chunk_size_feed_forward|.*expert.*|(model_)?max_(seq|sequence)?_?len(gth)?|seq_len(gth)?"
 )
-# Fields whose default in transformers, which our models have, is neither null nor false nor empty.
+# Fields whose default in transformers or a model's own code, which our models have, is not null, false or empty.
 DEFAULTS = {"is_causal": True, "scale_attn_weights": True}
+DEFAULTS |= {"full_attn_mod": 1, "interpolate_factor": 1, "rotary_scaling_factor": 1}  # of Phi-4-mini and StableLM
 # Buffers that older versions of transformers saved with the parameters.
 BUFFERS = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.masked_bias")
 ACTIVATIONS = {
@@ -87,6 +89,10 @@ class Fields:
         is_right = value is None or type(value) is kind or (kind is float and type(value) is int)
         self.check(is_right, name, f"must be of type {kind.__name__}")
         return float(value) if kind is float and value is not None else value
+
+    def same(self, name: str, other: str, value: Any) -> None:
+        """Raise `InputError` if a field is given and differs from the value of another one, which it only repeats."""
+        self.check(self.optional(name, type(value)) in (None, value), name, f"must be {other} = {value}, or missing")
 
     def refuse_others(self) -> None:
         """Raise `InputError` for the first unread field that could change the logits.
@@ -213,15 +219,20 @@ def family_of(config: dict[str, Any]) -> Family:
     return family
 
 
+# Sizes that LLaVA leaves out of `text_config`: transformers' defaults for Llama, and for Mistral except the MLP's.
+LEFT_OUT = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11_008}
+
+
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config of the text model, which a multimodal config has in `text_config`."""
     if "text_config" not in config:
         return config
     fields = Fields(config)
     text, kind = fields.take("text_config", dict), fields.take("model_type", str)
+    left_out = LEFT_OUT if text.get("model_type") in ("llama", "mistral") else {}
     fields.check(kind != "paligemma", "model_type", "is not supported: its prompts are not causal")
     shared = ("tie_word_embeddings", "quantization_config", "eos_token_id")
-    return text | {name: config[name] for name in shared if name in config}
+    return left_out | text | {name: config[name] for name in shared if name in config}
 
 
 def _sizes(fields: Fields, is_tied: bool, names: dict[str, str]) -> dict[str, Any]:
@@ -292,10 +303,11 @@ def _gpt_neox(fields: Fields) -> Family:
     """Map GPT-NeoX and Pythia: queries, keys and values of each head are one block of a fused projection."""
     has_bias = fields.take("attention_bias", bool, True)
     # Old names of rope_theta and partial_rotary_factor.
-    old_base, fraction = fields.take("rotary_emb_base", float, 10_000.0), fields.take("rotary_pct", float, 0.25)
+    old_base, old_fraction = fields.take("rotary_emb_base", float, 10_000.0), fields.take("rotary_pct", float, 0.25)
     base = fields.take("rope_theta", float, old_base)
-    is_one = base == old_base or "rotary_emb_base" not in fields.config
-    fields.check(is_one, "rotary_emb_base", f"must be rope_theta = {base}, or missing")
+    fraction = fields.take("partial_rotary_factor", float, old_fraction)
+    fields.same("rotary_emb_base", "rope_theta", base)
+    fields.same("rotary_pct", "partial_rotary_factor", fraction)
     max_length = fields.take("max_position_embeddings", int, 2048)
     options = GPT_NEOX | {
         "parallel_residual": fields.take("use_parallel_residual", bool, True),
@@ -319,7 +331,7 @@ def _gpt_neox(fields: Fields) -> Family:
 def _gpt2(fields: Fields) -> Family:
     """Map GPT-2: learned positions, fused queries, keys and values, and weights [inputs, outputs]."""
     max_length = fields.take("n_positions", int, 1024)
-    fields.check(fields.take("n_ctx", int, max_length) == max_length, "n_ctx", f"must be n_positions = {max_length}")
+    fields.same("n_ctx", "n_positions", max_length)
     fields.read.add("reorder_and_upcast_attn")  # only of computation in 16 bits
     sizes = {"num_layers": "n_layer", "width": "n_embd", "num_heads": "n_head", "vocab_size": "vocab_size"}
     D = fields.take("n_embd", int)
@@ -382,7 +394,9 @@ def _gemma(fields: Fields) -> Family:
 
 def _gemma2(fields: Fields) -> Family:
     """Map Gemma 2: norms before and after each branch, caps of scores and logits, a window in every other layer."""
-    options = _windows(fields, fields.optional("sliding_window", int, 4096), lambda layer: layer % 2 == 0)
+    window = fields.optional("sliding_window", int, 4096)
+    fields.same("sliding_window_size", "sliding_window", window)
+    options = _windows(fields, window, lambda layer: layer % 2 == 0)
     options |= {"score_cap": fields.optional("attn_logit_softcapping", float, 50.0)}
     options |= {"logit_cap": fields.optional("final_logit_softcapping", float, 30.0)}
     return _gemma_2_or_3(fields, options, 8192, "query_DHK", "query_bias_HK")
@@ -481,6 +495,9 @@ def _phi3(fields: Fields) -> Family:
 def _stablelm(fields: Fields) -> Family:
     """Map StableLM: LayerNorm, a part of the dims rotated."""
     is_parallel = fields.take("use_parallel_residual", bool, False)
+    fields.same("rope_pct", "partial_rotary_factor", fields.take("partial_rotary_factor", float, 0.25))
+    fields.same("norm_eps", "layer_norm_eps", fields.take("layer_norm_eps", float, 1e-5))
+    fields.same("num_heads", "num_attention_heads", fields.take("num_attention_heads", int))
     options = LAYER_NORM | {
         "projection_bias": fields.take("use_qkv_bias", bool, False),
         "parallel_residual": is_parallel,
@@ -493,6 +510,7 @@ def _starcoder2(fields: Fields) -> Family:
     """Map StarCoder2: LayerNorm, an MLP without a gate, biases."""
     for name, value in (("mlp_type", "default"), ("norm_type", "layer_norm")):
         fields.check(fields.take(name, str, value) == value, name, f"must be {value}")
+    fields.read |= {"activation_function", "layer_norm_epsilon"}  # of StarCoder 1; published configs still have them
     has_bias = fields.take("use_bias", bool, True)
     options = LAYER_NORM | {
         "gated_mlp": False,

@@ -128,6 +128,8 @@ def open_source(directory: Path) -> Source:
     """
     allowed = "must be a directory; for a model of the hub: hf download NAME --local-dir=DIRECTORY"
     require(directory.is_dir(), "source", str(directory), allowed)
+    allowed = f"must have {CONFIG_FILE}; merge an adapter into its model first (merge_and_unload())"
+    require((directory / CONFIG_FILE).exists(), "source", str(directory), allowed)
     config = read_json(directory / CONFIG_FILE)
     if (directory / WEIGHTS_FILE).exists():  # transformers, too, ignores an index beside it
         return Source(directory, config, _read_header(directory / WEIGHTS_FILE))
@@ -174,4 +176,5 @@ def _reading(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, safetensors.SafetensorError) as error:
-        raise InputError(f"{short(str(file))}: cannot be read: {short(str(error))}") from error
+        advice = "" if isinstance(error, OSError) else "; download it again (in a clone: git lfs pull)"
+        raise InputError(f"{short(str(file))}: cannot be read: {short(str(error))}{advice}") from error

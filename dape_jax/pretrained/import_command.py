@@ -30,9 +30,6 @@ class Flags:
         None, "Train length of the model, in tokens; max_position_embeddings of its config if unset."
     )
     dtype: str = flag("auto", "Dtype of matmuls: float32, bfloat16, float16, or auto (float32 on CPU, else bfloat16).")
-    mesh: str | None = flag(
-        None, "Mesh, as axis=size,axis=size. If unset, parameters are sharded over as many devices as the width allows."
-    )
     check: bool = flag(
         False, "Compare the logits of random tokens with transformers' model of the source, which must be installed."
     )
@@ -46,7 +43,6 @@ def main(given: Flags) -> None:
     from dape_jax.distributed import require_single_process  # after the flags are checked: JAX takes seconds to import
     from dape_jax.pretrained.files import find_source
     from dape_jax.pretrained.load import import_run
-    from dape_jax.sharding import read_mesh
 
     require_single_process()
     import_run(
@@ -55,7 +51,6 @@ def main(given: Flags) -> None:
         tokenizer=given.tokenizer,
         train_length=given.train_length,
         dtype=given.dtype,
-        mesh=None if given.mesh is None else read_mesh("--mesh", given.mesh),
         check=given.check,
     )
     print(f"run: {workdir}\nevaluate it: dape-eval --workdir={workdir} --data=TEXT --lengths=...")

@@ -1,9 +1,12 @@
 """Conversion of a Hugging Face checkpoint to a run at step 0; `import_command.py` is its command line.
 
 The run has no training text: `data.path` is None. Its optimizer and schedule are defaults for continued training.
+`compare_logits` is `dape-import --check`.
 """
 
+import dataclasses
 import functools
+import logging
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
+from flax import nnx
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
@@ -22,14 +26,18 @@ from dape_jax.configs import common
 from dape_jax.data.conventions import conventions_of, save_conventions
 from dape_jax.data.tokenizers import TOKENIZER_FILE, Tokenizer, read_tokenizer, save_tokenizer
 from dape_jax.errors import InputError, require, require_package
-from dape_jax.model.transformer import Params, TransformerConfig, flat_params
-from dape_jax.pretrained.check import compare_logits
+from dape_jax.model.transformer import Params, TransformerConfig, flat_params, model_structure
 from dape_jax.pretrained.families import BUFFERS, Tensor, family_of, text_config
 from dape_jax.pretrained.files import Source, open_source, short
-from dape_jax.sharding import MeshConfig, make_mesh, mesh_of_all_devices
+from dape_jax.sharding import make_mesh, mesh_of_all_devices
 from dape_jax.storage import absolute
 from dape_jax.training import checkpoint
 from dape_jax.training.step import abstract_params
+
+logger = logging.getLogger(__name__)
+
+_CHECK_TOKENS = 64  # largest length of the random sequences of `compare_logits`
+_CHECK_TOLERANCE = 1e-3  # of the largest logit
 
 
 def import_run(
@@ -39,10 +47,9 @@ def import_run(
     tokenizer: str | None = None,
     train_length: int | None = None,
     dtype: str = "auto",
-    mesh: MeshConfig | None = None,
     check: bool = False,
 ) -> None:
-    """Make a run at step 0 from a Hugging Face checkpoint.
+    """Make a run at step 0 from a Hugging Face checkpoint, on as many devices as the width allows.
 
     Args:
         directory: directory with `config.json` and `*.safetensors`.
@@ -50,7 +57,6 @@ def import_run(
         tokenizer: "bytes" or the path of a tokenizer.json; None for the tokenizer in `directory`.
         train_length: length that the model was trained on, in tokens; None for the length in its config.
         dtype: dtype of the matmuls; see `TransformerConfig`.
-        mesh: mesh of the devices; by default the parameters are sharded over as many devices as the width allows.
         check: compare the logits of random tokens with those of transformers' model.
 
     Raises:
@@ -69,16 +75,12 @@ def import_run(
     run = RunConfig.from_dict(spec)
     allowed = f"must be at least the tokenizer's {chosen.vocab_size}"
     require(chosen.vocab_size <= run.model.vocab_size, "vocab_size", run.model.vocab_size, allowed)
-    if mesh is None:
-        mesh = mesh_of_all_devices(run.model.width)
     check_tensors(source, family.tensors, run.model.num_layers)
-    devices = make_mesh(mesh)
-    run.check_model_mesh(devices)
-    with jax.set_mesh(devices), checkpoint.run_lock(workdir):
-        checkpoint.require_space(workdir, abstract_params(run.model, devices))
-        params = read_params(source, family.tensors, run.model, devices)
+    mesh = make_mesh(mesh_of_all_devices(run.model.width))
+    with jax.set_mesh(mesh), checkpoint.run_lock(workdir):
+        params = read_params(source, family.tensors, run.model, mesh)
         if check:
-            compare_logits(source, params, run.model, devices, length)
+            compare_logits(source, params, run.model, mesh, length)
         save_tokenizer(chosen, workdir)
         save_conventions(conventions_of(directory, text_config(source.config), chosen), workdir)
         record = {"config": resolved(run), "data_digest": "", "imported": {"source": str(directory.resolve())}}
@@ -197,3 +199,46 @@ def _put(source: Source, tensor: Tensor, layer: int, shape: tuple[int, ...], sha
 @functools.partial(jax.jit, donate_argnums=0)
 def _with_layer(stacked: Array, value: Array, layer: Int[Array, ""] | int) -> Array:
     return jax.lax.dynamic_update_index_in_dim(stacked, value, layer, 0)
+
+
+def compare_logits(source: Source, params: Params, config: TransformerConfig, mesh: Mesh, train_length: int) -> None:
+    """Compare the logits of one batch of random tokens with those of transformers' model, both in float32.
+
+    Raises:
+        InputError: transformers cannot load the source, or a logit differs by more than `_CHECK_TOLERANCE`.
+    """
+    import torch  # large, like transformers, and needed only here
+    import transformers
+
+    from dape_jax.pretrained.modeling_dape import DapeForCausalLM
+
+    loader = transformers.AutoModelForCausalLM
+    if source.config["model_type"] == "dape":
+        loader = DapeForCausalLM  # not the directory's code, which is not trusted
+    elif "text_config" in source.config:
+        loader = transformers.AutoModelForImageTextToText
+    shape = (2 * mesh.size, min(train_length, _CHECK_TOKENS))
+    tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, shape)
+    try:
+        model = loader.from_pretrained(
+            source.directory,
+            use_safetensors=True,  # no pickled file
+            trust_remote_code=False,  # no code of the checkpoint
+            dtype=torch.float32,
+            attn_implementation="eager",
+        )
+        with torch.no_grad():
+            expected_BTV = model(torch.from_numpy(tokens_BT)).logits.numpy()
+    except Exception as error:  # of many kinds
+        raise InputError(f"check: transformers cannot run the source: {' '.join(str(error).split())[:200]}") from error
+    graphdef, _ = model_structure(dataclasses.replace(config, dtype="float32"))
+    with jax.default_matmul_precision("highest"):
+        apply = jax.jit(lambda params, x_BT: nnx.merge(graphdef, params)(x_BT))
+        found_BTV = np.asarray(apply(params, jnp.asarray(tokens_BT, jnp.int32)))[..., : expected_BTV.shape[-1]]
+    largest = float(np.abs(expected_BTV).max())
+    difference = float(np.abs(found_BTV - expected_BTV).max())
+    found = f"the largest difference from transformers {transformers.__version__} is {difference:.2g}"
+    found += f" in logits of up to {largest:.2g}"
+    logger.info("%s: %s", source.directory, found)
+    allowed = f"{found}; must be at most {_CHECK_TOLERANCE} of them"
+    require(difference <= _CHECK_TOLERANCE * largest, "check", True, allowed)

@@ -797,16 +797,19 @@ class DapeModel(PreTrainedModel):
     def get_input_embeddings(self) -> nn.Module:
         """Return a module of the embedding, whose weight is the model's parameter and whose hooks `forward` calls."""
         (module,) = self._embeddings
-        module.weight = self.embedding_VD  # loading replaces the parameter
+        module._parameters["weight"] = self.embedding_VD  # loading replaces it, and `torch.func` by a plain tensor
         return module
 
     def set_input_embeddings(self, value: Any) -> None:
         """Replace the embedding by a module of the same size."""
         self.embedding_VD, self._embeddings = value.weight, [value]
 
-    def resize_token_embeddings(self, *args: Any, **options: Any) -> nn.Embedding:
-        """Raise `NotImplementedError`: the vocabulary of a run is fixed."""
-        raise NotImplementedError("the vocabulary of this model cannot be resized")
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **options: Any) -> Any:
+        """Return the embedding; raise `NotImplementedError` for another size: the vocabulary of a run is fixed."""
+        if new_num_tokens not in (None, self.config.vocab_size):
+            allowed = f"must be vocab_size = {self.config.vocab_size}: this model's vocabulary cannot be resized"
+            raise NotImplementedError(f"new_num_tokens = {new_num_tokens}: {allowed}")
+        return self.get_input_embeddings()
 
     def decode(
         self,
@@ -851,7 +854,9 @@ class DapeModel(PreTrainedModel):
             kind = type(past_key_values).__name__
             _require(past_key_values is None, "past_key_values", kind, "must be None beside cache")
         x_BTD = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
-        (batch, length), device = x_BTD.shape[:2], x_BTD.device
+        shape = tuple(x_BTD.shape[:-1])
+        _require(len(shape) == 2 and shape[1] > 0, "shape of input_ids", shape, "must be [B, T], with a token or more")
+        (batch, length), device = shape, x_BTD.device
         num_past = 0 if cache is None else int(cache.get_seq_length())
         pos_BS = torch.arange(num_past + length, device=device)[None]
         is_padding_BT = torch.zeros(batch, length, dtype=torch.bool, device=device)
