@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import typing
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from dape_jax import recipes
 from dape_jax.errors import InputError, NonFiniteError, StoppedError, did_you_mean, printable, require
 from dape_jax.hardware import platform_fault
 from dape_jax.imports import import_modules
-from dape_jax.storage import absolute, to_path
+from dape_jax.storage import absolute, read_errors, to_path
 from dape_jax.version import __version__
 
 flags.disclaim_key_flags()  # flags of `run` belong to its caller, whose --help lists them
@@ -150,6 +151,10 @@ def _parse(arguments: list[str]) -> list[str]:
     if unknown:
         nearest = [did_you_mean(name, flags.FLAGS, "--") or "; see --help" for name in unknown.values()]
         raise InputError(*(f"{each}: no such flag{advice}" for each, advice in zip(unknown, nearest, strict=True)))
+    counts = Counter(name for name in names.values() if name in flags.FLAGS)
+    again = [x for x in counts if counts[x] > 1 and isinstance(flags.FLAGS[x].parser, flags.ListParser)]
+    if again:  # absl takes the last one
+        raise InputError(*(f"--{name}: must be given once, with commas between its values" for name in again))
     try:
         remaining = flags.FLAGS(others)
     except flags.Error as error:
@@ -162,17 +167,18 @@ def _parse(arguments: list[str]) -> list[str]:
     return remaining
 
 
-COMPILATION_CACHE = (
-    "Directory, local or gs://, in which compiled programs are kept; by default $JAX_COMPILATION_CACHE_DIR."
-)
+COMPILATION_CACHE = "Directory, local or gs://, for compiled programs; by default $JAX_COMPILATION_CACHE_DIR."
 
 
 def use_compilation_cache(directory: str | None) -> None:
-    """Set the directory of JAX's compilation cache, unless the flag is unset."""
+    """Set the directory of JAX's compilation cache, unless the flag is unset; create it if missing."""
     if directory is not None:
+        path = absolute(to_path(directory, "--compilation_cache"))
+        with read_errors("--compilation_cache", directory):
+            path.mkdir(parents=True, exist_ok=True)
         import jax  # imported here: it takes seconds, and a wrong flag is reported first
 
-        jax.config.update("jax_compilation_cache_dir", str(absolute(to_path(directory, "--compilation_cache"))))
+        jax.config.update("jax_compilation_cache_dir", str(path))
 
 
 def flag(default: Any, text: str, repeated: bool = False) -> Any:

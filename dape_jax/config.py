@@ -9,7 +9,6 @@ import functools
 import json
 import math
 import typing
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -25,7 +24,6 @@ from dape_jax.evaluation.config import AccuracyConfig, EvaluationConfig
 from dape_jax.imports import import_modules
 from dape_jax.model.attention import IMPLEMENTATIONS, Fused
 from dape_jax.model.biases import BIASES
-from dape_jax.model.contextual import CONTEXTUAL
 from dape_jax.model.positions import ROTARY
 from dape_jax.model.processors import PROCESSORS
 from dape_jax.model.transformer import FOLLOWS, PARAMETER_KINDS, TransformerConfig
@@ -40,7 +38,7 @@ Self = TypeVar("Self", bound="BaseRunConfig")  # beartype, which checks annotati
 CHOICES: dict[str, Mapping[str, Any]] = {
     "rotary": ROTARY,
     "alternate_rotary": ROTARY,
-    "bias": ChainMap(CONTEXTUAL, BIASES),
+    "bias": BIASES,
     "processor": PROCESSORS,
     "attention": IMPLEMENTATIONS,
 }
@@ -254,14 +252,15 @@ def choose(field: str, name: str, **options: Any) -> dict[str, Any]:
 
 def _kind(field: str, name: Any) -> type:
     """Return the config dataclass of a choice by its name; raise `InputError` if there is none."""
-    table, is_text = CHOICES[field], isinstance(name, str)
-    others = [other for other, of_other in CHOICES.items() if is_text and name in of_other and name != "none"]
+    table = CHOICES[field]
+    if isinstance(name, str) and name in table:
+        return table[name]
+    others = [other for other, of_other in CHOICES.items() if name in list(of_other) and name != "none"]
     own = "; --import=MODULE adds those of a module of your own" if field in ("bias", "processor") else ""
     advice = did_you_mean(str(name), table) or own
     if others:
         advice = f"; {name} is a value of model.{others[0]}: give {others[0]}={name}"
-    require(is_text and name in table, f"model.{field}.name", name, f"must be one of {sorted(table)}{advice}")
-    return table[name]
+    raise InputError(f"model.{field}.name = {name!r}: must be one of {sorted(table)}{advice}")
 
 
 def resolved(run: RunConfig | TaskRunConfig) -> dict[str, Any]:
@@ -376,8 +375,8 @@ def _messages(error: BaseException, value: Any, path: str) -> Iterator[str]:
     elif isinstance(error, cattrs.ForbiddenExtraKeysError):
         known = [field.name for field in dataclasses.fields(error.cl)]
         for name in sorted(error.extra_fields):
-            advice = f"no such field{did_you_mean(name, known)}; the fields are {known}"
-            yield f"{path}.{name} = {value[name]!r}: {advice}".lstrip(".")
+            advice = did_you_mean(name, known) or f"; the fields are {known}"
+            yield f"{path}.{name} = {value[name]!r}: no such field{advice}".lstrip(".")
     elif isinstance(error, cattrs.ClassValidationError):
         of_fields, of_all = error.group_exceptions()
         for each in of_all:

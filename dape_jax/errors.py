@@ -65,8 +65,13 @@ def install_command(extra: str) -> str:
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     """Return "; did you mean NAME?" with the known name that is most similar, after the prefix, or "" if none is."""
-    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
-    return f"; did you mean {prefix}{nearest[0]}?" if nearest else ""
+    nearest = most_similar(name, known)
+    return "" if nearest is None else f"; did you mean {prefix}{nearest}?"
+
+
+def most_similar(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is most similar, or None if none is."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)), None)
 
 
 def positive(config: object, section: str, *fields: str) -> None:

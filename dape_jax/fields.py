@@ -112,10 +112,12 @@ def _meanings(cls: type) -> dict[str, str]:
 
 
 def _kind(field: dataclasses.Field) -> str:
-    """Return the type of a field as text: "int", "int or None", "ints"."""
+    """Return the type of a field as text: "int", "int or None", "list of int"."""
     kind: Any = field.type
     kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    names = [f"{typing.get_args(kind)[0].__name__}s" if typing.get_args(kind) else kind.__name__ for kind in kinds]
+    names = [
+        f"list of {typing.get_args(kind)[0].__name__}" if typing.get_args(kind) else kind.__name__ for kind in kinds
+    ]
     names = [name for name in names if name != "NoneType"]
     return " or ".join([*names, "None"] if len(kinds) > len(names) or field.default is None else names)
 

@@ -32,19 +32,9 @@ def write_atomically(file: epath.PathLike, content: bytes) -> None:
             opened.flush()
             os.fsync(opened.fileno())
         os.replace(partial, file)
-        sync_directory(file.parent)
     finally:
         with contextlib.suppress(OSError):  # after the rename there is nothing to remove
             partial.unlink()
-
-
-def sync_directory(directory: epath.PathLike) -> None:
-    """Flush a directory's entries to disk, so that a rename in it survives a power failure."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_json(file: epath.PathLike, value: Any) -> None:

@@ -13,6 +13,7 @@ from dape_jax.errors import install_command, require
 
 MIB = 2**20
 GIB = 2**30
+LANES = 128  # of a register of a TPU
 
 TPU_PAGES = "Google Cloud documentation, system architecture of TPU"
 GPU_SHEET = "NVIDIA data sheet,"

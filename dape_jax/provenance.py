@@ -55,25 +55,17 @@ def describe(facts: dict[str, Any]) -> str:
 
 
 def record_start(workdir: epath.PathLike, step: int, facts: dict[str, Any]) -> None:
-    """Add a line to `STARTS_FILE`, with the id of the run, which is drawn when it starts at step 0.
-
-    A run that an older version started keeps the id that it had then; see `run_id`.
-    """
+    """Add a line to `STARTS_FILE`, with the id of the run, which is drawn for the first line."""
     file = epath.Path(workdir) / STARTS_FILE
     before = file.read_bytes() if file.exists() else b""
-    chosen = run_id(workdir) if before or step else uuid.uuid4().hex[:16]
+    chosen = run_id(workdir) if before else uuid.uuid4().hex[:16]
     write_atomically(file, before + f"{json.dumps({'id': chosen, 'step': step} | facts)}\n".encode())
 
 
 def run_id(workdir: epath.PathLike) -> str:
-    """Return the id of the run in a directory, which a moved or copied directory keeps.
-
-    Without `STARTS_FILE`, as in older versions, it is a digest of the path.
-    """
+    """Return the id of the run in a directory, which a moved or copied directory keeps."""
     file = epath.Path(workdir) / STARTS_FILE
-    if file.exists():
-        return parse_json(str(file), file.read_bytes().splitlines()[0])["id"]
-    return hashlib.sha256(str(absolute(workdir)).encode()).hexdigest()[:16]
+    return parse_json(str(file), file.read_bytes().splitlines()[0])["id"]
 
 
 def command() -> str:

@@ -2,7 +2,7 @@
 
 import ast
 import functools
-import importlib.util
+import os
 import re
 import string
 import sys
@@ -14,7 +14,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict
 
-from dape_jax.errors import InputError, did_you_mean, require
+from dape_jax.errors import InputError, most_similar, require
 from dape_jax.imports import import_modules
 
 RECIPES = Path(__file__).with_name("configs")  # in a clone, `configs` is a link to it
@@ -49,14 +49,14 @@ def read_module(file: Path) -> ModuleType:
     """Import a config file by its path.
 
     Raises:
-        InputError: the file is missing.
+        InputError: the file is missing, or is no config file.
     """
-    require(file.is_file(), "config file", str(file), "must be a Python file")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    is_python, allowed = file.is_file() and file.suffix == ".py", "must be a Python file with a function get_config"
+    require(is_python, "config file", str(file), allowed)
+    module = ModuleType(file.stem)
+    module.__file__ = str(file)
+    exec(compile(file.read_bytes(), file, "exec"), vars(module))
+    require(hasattr(module, "get_config"), "config file", str(file), allowed)
     return module
 
 
@@ -71,7 +71,7 @@ def read_config(name: str, arguments: Sequence[str] = (), imports: Sequence[str]
     """
     import_modules(imports, "--import")
     path, *argument = name.split(":", 1)
-    file = Path(path)
+    file = Path(os.path.expanduser(path))
     if not file.exists():
         names = [f"configs/{each.name}" for each in sorted(RECIPES.glob("*.py")) if each.name != "common.py"]
         require(file.as_posix() in names, "config file", path, f"does not exist; the recipes are {', '.join(names)}")
@@ -103,11 +103,15 @@ def _set(config: Any, argument: str) -> None:
         config.model.attention = ConfigDict(choose("attention", text))
         return
     if path not in (known := list(_paths(config))):
-        is_section = any(each.startswith(f"{path}.") for each in known)
-        same_name = [each for each in known if each.rpartition(".")[2] == field]
-        advice = did_you_mean(path, same_name or known, "--config.") or did_you_mean(path, known, "--config.")
-        message = "is a section; set its fields, or choose it by name in the config file's argument"
-        raise InputError(f"{argument}: {message if is_section else f'the config has no such field{advice}'}")
+        if any(each.startswith(f"{path}.") for each in known):
+            advice = "is a section; set its fields, or choose it by name in the config file's argument"
+            raise InputError(f"{argument}: {advice}")
+        known.sort(key=lambda each: each.startswith(".".join(sections)))  # of equal names, that of the section is last
+        paths = {each.rpartition(".")[2]: each for each in known}
+        nearest, advice = most_similar(field, paths), "--help lists the sections, --help=SECTION the fields of one"
+        if nearest is not None:
+            advice = f"did you mean --config.{paths[nearest]}?"
+        raise InputError(f"{argument}: the config has no such field; {advice}")
     if not equals:
         raise InputError(f"{argument}: must be {argument}=VALUE")
     section = functools.reduce(lambda inner, each: inner[each], sections, config)
@@ -115,7 +119,8 @@ def _set(config: Any, argument: str) -> None:
     try:
         value = None if text == "None" else _parse(kind, text)
     except (ValueError, TypeError, SyntaxError, KeyError) as error:
-        raise InputError(f"{argument}: must be of type {kind.__name__}") from error
+        allowed = "comma-separated numbers" if kind in (tuple, list) else f"of type {kind.__name__}"
+        raise InputError(f"{argument}: must be {allowed}") from error
     with section.ignore_type():  # `read_run` refuses None where it is not allowed
         section[field] = value
 

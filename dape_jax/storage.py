@@ -38,7 +38,7 @@ def to_path(text: str, field: str) -> epath.Path:
     allowed = "must be a local path, gs://bucket/path or s3://bucket/path"
     if not separator:
         require(re.match(r"[a-z][a-z0-9]+:/", scheme) is None, field, text, f"{allowed}, with two slashes")
-        return epath.Path(scheme)
+        return epath.Path(os.path.expanduser(scheme))  # a shell leaves the ~ of --workdir=~/runs as it is
     require(scheme in _PACKAGES, field, text, allowed)
     require(bool(rest.strip("/")) and not rest.startswith("/"), field, text, f"must be {scheme}://bucket/path")
     require(not glob.has_magic(rest), field, text, "must not contain *, ? or [, which are patterns in a bucket")

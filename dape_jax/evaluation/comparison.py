@@ -5,6 +5,7 @@ show. Runs whose configs differ only in seeds are one method. All runs have the 
 that their differences are taken window by window, or length by length.
 """
 
+import functools
 import itertools
 import math
 import re
@@ -18,6 +19,7 @@ from dape_jax.errors import require
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.report import Results
 from dape_jax.evaluation.statistics import (
+    Statistic,
     bins_result,
     bits_per_byte,
     delta_result,
@@ -33,9 +35,10 @@ Run = dict[str, Any]
 
 
 class Method(NamedTuple):
-    """Runs of one method, by the name that --baseline and --labels take and by the one that is shown."""
+    """Runs of one method, with the names that --baseline and --labels take and the label that is shown."""
 
     name: str
+    names: set[str]  # also of its runs
     label: str
     runs: list[Run]
 
@@ -44,7 +47,7 @@ def methods_of(runs: Results, options: Options) -> list[Method]:
     """Return the runs by method, each run alone without --group_seeds.
 
     Raises:
-        InputError: --baseline or --labels names no run, or two methods would have one label.
+        InputError: --baseline or --labels names no run, there is only the baseline, or two methods have one label.
     """
     grouped, repeated = dict[Any, list[Run]](), Counter[Any]()
     for run in runs:
@@ -58,15 +61,25 @@ def methods_of(runs: Results, options: Options) -> list[Method]:
     methods = []
     for of_method in grouped.values():
         name = _common_name([run["name"] for run in of_method])
-        known = {name, *(run["name"] for run in of_method)}
+        known = {name}.union(*map(_names_of, of_method))
         names += [] if name in names else [name]
-        methods.append(Method(name, next((labels[each] for each in labels if each in known), name), of_method))
+        label = next((labels[each] for each in labels if each in known), name)
+        methods.append(Method(name, known, label, of_method))
     for field, given in (("labels", list(labels)), ("baseline", [options.baseline] if options.baseline else [])):
         for each in given:
-            require(each in names, f"--{field}", each, f"must be one of the runs {', '.join(names)}")
+            is_known = any(each in method.names for method in methods)
+            require(is_known, f"--{field}", each, f"must be one of the runs {', '.join(names)}")
+    advice = "needs another method to compare; --group_seeds=no makes one of each run"
+    require(options.baseline is None or len(methods) > 1, "--baseline", options.baseline, advice)
     shown = [(method.label, method.runs[0]["task"] if "task" in method.runs[0] else "") for method in methods]
     require(len(set(shown)) == len(shown), "--labels", [label for label, _ in shown], "must be different names")
     return methods
+
+
+def _names_of(run: Run) -> set[str]:
+    """Return the names of a run: the one in the table and, of a run as trained, its directory."""
+    has_directory = "workdir" in run and ("rotary" not in run or run["rotary"] == "rope")
+    return {run["name"], *([run["workdir"], f"{run['workdir']}/"] if has_directory else [])}
 
 
 def _common_name(names: list[str]) -> str:
@@ -95,8 +108,7 @@ def compare(stem: str, runs: Results, options: Options) -> list[Run]:
     """
     combine, subtract = COMPARISONS[stem]
     methods, found = methods_of(runs, options), []
-    is_baseline = [options.baseline in (each.name, *(run["name"] for run in each.runs)) for each in methods]
-    baselines = [method for method, chosen in zip(methods, is_baseline, strict=True) if chosen]
+    baselines = [method for method in methods if options.baseline in method.names]
     for method in methods:
         result = method.runs[0] if len(method.runs) == 1 else method.runs[0] | combine(method.runs)
         first = method.runs[0]
@@ -152,13 +164,14 @@ def _mean_perplexities(runs: list[Run]) -> Run:
     return {"lengths": lengths}
 
 
-def _loss_differences(runs: list[Run], others: list[Run]) -> list[Run]:
-    documents, statistic = np.array(runs[0]["documents"]), difference_of(ratio_of_sums)
-    return [
-        {"length": each["length"]}
-        | _interval("nats", over_seeds(documents, (_nats(runs, at), _nats(others, at)), _tokens(each), statistic))
-        for at, each in enumerate(runs[0]["lengths"])
-    ]
+def _differences(name: str, statistic: Statistic, num_local: int, runs: list[Run], others: list[Run]) -> list[Run]:
+    """Return the differences of a statistic of the nll of the first `num_local` lengths and of each later length."""
+    documents, found = np.array(runs[0]["documents"]), []
+    for at, each in list(enumerate(runs[0]["lengths"]))[num_local:]:
+        sums = tuple(_nats(side, number) for side in (runs, others) for number in (*range(num_local), at))
+        interval = over_seeds(documents, sums, _tokens(each), difference_of(statistic))
+        found.append({"length": each["length"]} | _interval(name, interval))
+    return found
 
 
 def _mean_gains(runs: list[Run]) -> Run:
@@ -169,17 +182,6 @@ def _mean_gains(runs: list[Run]) -> Run:
         for at, each in enumerate(longer, start=1)
     ]
     return _mean_perplexities(runs) | {"deltas": deltas}
-
-
-def _gain_differences(runs: list[Run], others: list[Run]) -> list[Run]:
-    documents, statistic = np.array(runs[0]["documents"]), difference_of(gain)
-    local, *longer = runs[0]["lengths"]
-    differences = []
-    for at, each in enumerate(longer, start=1):
-        sums = _nats(runs, 0), _nats(runs, at), _nats(others, 0), _nats(others, at)
-        found = over_seeds(documents, sums, _tokens(local), statistic)
-        differences.append({"length": each["length"]} | _interval("delta", found))
-    return differences
 
 
 # ---- losses by position
@@ -251,8 +253,8 @@ def _accuracy_differences(runs: list[Run], others: list[Run]) -> list[Run]:
 
 # For each report: the result of the runs of a method, and the differences of paired runs.
 COMPARISONS: dict[str, tuple[Callable[[list[Run]], Run], Callable[[list[Run], list[Run]], list[Run]]]] = {
-    "lengths": (_mean_perplexities, _loss_differences),
-    "delta": (_mean_gains, _gain_differences),
+    "lengths": (_mean_perplexities, functools.partial(_differences, "nats", ratio_of_sums, 0)),
+    "delta": (_mean_gains, functools.partial(_differences, "delta", gain, 1)),
     "positions": (_mean_positions, _position_differences),
     "accuracy": (_mean_accuracies, _accuracy_differences),
 }

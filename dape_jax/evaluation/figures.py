@@ -258,13 +258,13 @@ def plot_accuracies(results: Results) -> Figure:
             accuracies = [result["accuracy"] for result in run["lengths"]]
             axes.plot(lengths, accuracies, markersize=4, markevery=0.05, label=escaped(run["name"]), **style)
             band(axes, lengths, [(result["low"], result["high"]) for result in run["lengths"]], style["color"])
-        axes.axvline(runs[0]["train_length"], linestyle="--", color="gray")
         axes.axhline(runs[0]["random_accuracy"], linestyle=":", color="gray", label="chance")
         axes.set(title=task.replace("_", " "), ylim=(-0.03, 1.05), xlabel="input length N (symbols)")
+        mark_train_lengths(axes, [runs[0]["train_length"]])
         axes.grid(alpha=0.3)
     for axes in panels.ravel()[len(tasks) :]:
         axes.remove()
-    panels[0, 0].set_ylabel("accuracy (dashed: train length)")
+    panels[0, 0].set_ylabel("accuracy")
     add_legend(figure)
     return figure
 
@@ -373,7 +373,7 @@ def save(stem: str, directory: epath.PathLike, runs: list[dict[str, Any]], optio
     shown, table = table_of(stem, runs, options)
     is_compared = any("runs" in each and (len(each["runs"]) > 1 or "differences" in each) for each in shown)
     content = {"runs": runs} | ({"methods": _without_windows(shown)} if is_compared else {})
-    return report.save(stem, directory, content, *table, options.format)
+    return report.save(stem, directory, content, table, options.format)
 
 
 def _without_windows(value: Any) -> Any:
@@ -392,4 +392,4 @@ def redraw(file: epath.Path, options: Options, output: epath.Path | None) -> Rep
     """
     require(file.stem in TABLES, "--plot", str(file), f"must be {', '.join(f'{stem}.json' for stem in TABLES)}")
     _, table = table_of(file.stem, report.read_results(file), options)
-    return report.save_table(file.stem, output or file.parent, *table, options.format)
+    return report.save(file.stem, output or file.parent, None, table, options.format)

@@ -25,8 +25,8 @@ class Options:
     format: tuple[str, ...] = flag((), "Further files: csv, md with the table; pdf, svg with the figure of the png.")
     baseline: str | None = flag(
         None,
-        "Run to which the others are compared by paired differences on the same windows: of the loss in nats (with "
-        "--protocol=delta, of ΔP), at each length or position.",
+        "Run, by name or directory, to which the others are compared by paired differences on the same windows: of the "
+        "loss in nats (with --protocol=delta, of ΔP), at each length or position.",
     )
     group_seeds: bool = flag(True, "Show runs whose configs differ only in seeds as one method: mean and interval.")
     labels: tuple[str, ...] = flag((), "Names of runs or methods in table and figure: run=Name,other=Another name.")

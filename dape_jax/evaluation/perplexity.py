@@ -43,6 +43,7 @@ from dape_jax.model.transformer import Params, TransformerConfig, model_structur
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh
+from dape_jax.training.source import load_corpora
 from dape_jax.training.step import abstract_params, make_nll_step
 
 logger = logging.getLogger(__name__)
@@ -239,13 +240,13 @@ def common_text(
             or all models are imported and `data` is None.
     """
     first = next((model for model in models if model.run.data.weights), models[0])
-    corpora, texts = [], {}
+    corpora, texts, load = [], {}, functools.cache(load_corpora)  # the log describes a text once
     for model in models:
         if not model.run.data.weights:
             config = dataclasses.replace(first.run.data, tokenizer=model.run.data.tokenizer)
             run = dataclasses.replace(model.run, data=config)
             model = dataclasses.replace(model, run=run, data_digest=first.data_digest)
-        corpora.append(corpora_of(model, data))
+        corpora.append(corpora_of(model, data, load))
         stores = corpora[-1].train | corpora[-1].validation
         (tokenizer,) = {store.sidecar.tokenizer for store in stores.values()}
         texts[model.name] = f"{', '.join(stores)} as {tokenizer}"

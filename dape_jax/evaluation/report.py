@@ -33,7 +33,7 @@ class Table(NamedTuple):
 
     caption: str
     rows: list[list[str]]
-    figure: Figure | None
+    figure: Figure | None = None
 
 
 class ReportPaths(NamedTuple):
@@ -45,41 +45,29 @@ class ReportPaths(NamedTuple):
 
 
 def save(
-    stem: str,
-    directory: epath.PathLike,
-    content: dict[str, Any],
-    caption: str,
-    rows: list[list[str]],
-    figure: Figure | None,
-    formats: Sequence[str] = (),
+    stem: str, directory: epath.PathLike, content: dict[str, Any] | None, table: Table, formats: Sequence[str] = ()
 ) -> ReportPaths:
     """Write the files to an existing directory, replacing those of the same stem, and print the table.
 
-    Commit, command, device and versions are added to the content of the JSON. `formats` are further files, of the table
-    (csv, md) or the figure (pdf, svg).
+    Args:
+        stem: name of the files.
+        directory: directory of the files.
+        content: content of the JSON, to which commit, command, device and versions are added; None writes no JSON.
+        table: table, and the figure of the PNG if it has one.
+        formats: further files, of the table (csv, md) or the figure (pdf, svg).
     """
-    content = json_values(content | provenance("flax"))
-    write_atomically(epath.Path(directory) / f"{stem}.json", (json.dumps(content, indent=1) + "\n").encode())
-    return save_table(stem, directory, caption, rows, figure, formats)
-
-
-def save_table(
-    stem: str,
-    directory: epath.PathLike,
-    caption: str,
-    rows: list[list[str]],
-    figure: Figure | None,
-    formats: Sequence[str] = (),
-) -> ReportPaths:
-    """Write the files of a report without its JSON; see `save`."""
-    directory, table = epath.Path(directory), text_table(caption, rows)
-    files = {name: (make(caption, rows).rstrip() + "\n").encode() for name, make in FORMATS.items() if name in formats}
+    caption, rows, figure = table
+    directory, files = epath.Path(directory), dict[str, bytes]()
+    if content is not None:
+        files["json"] = (json.dumps(json_values(content | provenance("flax")), indent=1) + "\n").encode()
+    files |= {name: (make(caption, rows).rstrip() + "\n").encode() for name, make in FORMATS.items() if name in formats}
     if figure is not None:
         files |= {name: image_of(figure, name) for name in IMAGES if name == "png" or name in formats}
     for suffix, file_content in files.items():
         write_atomically(directory / f"{stem}.{suffix}", file_content)
-    print(table, flush=True)
-    return ReportPaths(directory, table, None if figure is None else directory / f"{stem}.png")
+    text = text_table(caption, rows)
+    print(text, flush=True)
+    return ReportPaths(directory, text, None if figure is None else directory / f"{stem}.png")
 
 
 def image_of(figure: Figure, name: str) -> bytes:

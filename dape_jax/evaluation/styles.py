@@ -35,11 +35,6 @@ STYLES = {
     "dape1x7-kerple": ("#a67c00", "P"),
     "dape1x9-kerple": ("#7a5c00", "X"),
     "dape1x11-kerple": ("#4d3a00", "*"),
-    # Implementations of attention.
-    "fused": ("tab:blue", "o"),
-    "blockwise": ("tab:orange", "s"),
-    "dense": ("tab:red", "D"),
-    "cudnn": ("tab:green", "^"),
 }
 SPARE = (("crimson", "d"), ("slateblue", "8"), ("darkgreen", "p"), ("goldenrod", "*"), ("orchid", "H"), ("gray", "o"))
 LINES = ("-", "--", ":", "-.", (0, (6, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (9, 2, 3, 2)))

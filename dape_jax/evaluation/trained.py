@@ -6,7 +6,7 @@ are never written here. Next: `programs.py`.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from etils import epath
@@ -163,26 +163,30 @@ def require_same(models: Sequence[TrainedModel], *fields: str) -> None:
         require(len(set(values.values())) == 1, field, values, f"must be the same for all{option}")
 
 
-def corpora_of(trained: TrainedModel[RunConfig], data: str | None) -> Corpora:
+def corpora_of(
+    trained: TrainedModel[RunConfig], data: str | None, load: Callable[..., Corpora] | None = None
+) -> Corpora:
     """Return the corpora of the training run, or the corpus at `data`.
 
-    Raw text at `data` is encoded by the run's tokenizer, and all of it is for validation.
+    Raw text at `data` is encoded by the run's tokenizer, and all of it is for validation. `load` may be a cached
+    `load_corpora`; runs that differ in the order of their windows have the same corpora.
 
     Raises:
         InputError: a corpus cannot be read or was prepared with another tokenizer, or the text under the model's
             `data.path` has changed since training.
     """
-    config, workdir, fraction = trained.run.data, trained.workdir, None
+    config, workdir = dataclasses.replace(trained.run.data, seed=0), trained.workdir
     advice = f"the corpus of {workdir}; name another to score with --data"
     if data is not None:
-        tokenizer, fraction = workdir / TOKENIZER_FILE, 1.0
+        tokenizer = workdir / TOKENIZER_FILE
         name = str(tokenizer) if tokenizer.exists() else "bytes"
-        config = dataclasses.replace(config, path=data, mixture=None, validation_path=None, tokenizer=name)
+        whole = {"mixture": None, "validation_path": None, "validation_fraction": 1.0}
+        config = dataclasses.replace(config, path=data, tokenizer=name, **whole)
         advice = f"--data, for {workdir}"
     allowed = f"{workdir} was imported, without a text; name one with --data"
     require(bool(config.weights), "data.path", None, allowed)
     try:
-        corpora = load_corpora(config, lossy=True, validation_fraction=fraction)
+        corpora = (load or load_corpora)(config, lossy=True)
     except InputError as error:
         raise InputError(f"{error} ({advice})") from error
     allowed = (

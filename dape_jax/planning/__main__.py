@@ -32,8 +32,6 @@ class Settings:
         "as a100|h100|h200|b200:NUMBER.",
     )
     mesh: str | None = flag(None, "Mesh of the slice, for example fsdp=64,context=4; if not given, up to 4 are tried.")
-    batch: int | None = flag(None, "Sequences in a step; train.batch_size of the config if not given.")
-    eval_length: int | None = flag(None, "Also compile the evaluator at this length.")
     compile: bool = flag(True, "Compile the step for a TPU slice. Otherwise, and for GPUs, memory is by formula.")
     utilisation: float = flag(
         UTILISATION, "Model FLOPs utilisation for hours and chip-hours; a run's log shows its MFU."
@@ -41,9 +39,6 @@ class Settings:
     output: str | None = flag(None, "Directory for plan.json.")
 
     def __post_init__(self):
-        for name in ("batch", "eval_length"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"--{name}", value, "must be positive")
         require(0 < self.utilisation <= 1, "--utilisation", self.utilisation, "must be above 0, and at most 1")
         require(self.output != "", "--output", self.output, "must be a directory")
         require_local(self.output or "", "--output")
@@ -61,9 +56,9 @@ def main(settings: Settings) -> None:
         make_results_directory(Path(settings.output), "--output")
     hardware = read_topology(settings.topology)
     jax.config.update("jax_platforms", "cpu")  # nothing runs on a device
-    run = run_to_plan(flags.FLAGS.config, settings.batch)
+    run = run_to_plan(flags.FLAGS.config)
     mesh = None if settings.mesh is None else read_mesh("--mesh", settings.mesh)
-    plans = plan_run(run, hardware, mesh, settings.eval_length, by_formula=not settings.compile)
+    plans = plan_run(run, hardware, mesh, by_formula=not settings.compile)
     given = flags_without(sys.argv[1:], [field.name for field in dataclasses.fields(Settings)])
     recipe = re.search(r"(\w+)\.py", " ".join(given))
     given.append(f"--workdir=runs/{recipe[1] if recipe else 'planned'}")

@@ -28,12 +28,11 @@ from jax.stages import Wrapped
 from dape_jax.config import RunConfig, is_algorithmic, resolved
 from dape_jax.data.store import STDLIB, follow_corpus
 from dape_jax.distributed import wait_for_all
-from dape_jax.errors import InputError, require
-from dape_jax.evaluation.programs import batch_size_at, model_at
+from dape_jax.errors import InputError
 from dape_jax.files import write_json
 from dape_jax.hardware import GIB, UTILISATION, Chip, Slice, chip_of
 from dape_jax.model.attention import Implementation
-from dape_jax.model.flops import executed_flops, forward_flops, model_flops
+from dape_jax.model.flops import executed_flops, model_flops
 from dape_jax.model.transformer import attention_of, model_structure, parameter_counts
 from dape_jax.planning.compile import compile_error, find_libtpu, in_process, libtpu_version, slice_devices
 from dape_jax.planning.memory import estimate_memory
@@ -41,7 +40,7 @@ from dape_jax.progress import Progress
 from dape_jax.provenance import provenance
 from dape_jax.sharding import AXES, BATCH_AXES, MeshConfig, activation_spec, make_mesh, read_mesh
 from dape_jax.training.optimizer import make_optimizer
-from dape_jax.training.step import abstract_state, make_nll_step, make_train_step, shardings_of
+from dape_jax.training.step import abstract_state, make_train_step, shardings_of
 
 REMATS = ("none", "dots", "full")  # in order of increasing recomputation
 
@@ -49,11 +48,8 @@ REMATS = ("none", "dots", "full")  # in order of increasing recomputation
 # ---- runs and meshes
 
 
-def run_to_plan(spec: dict[str, Any], batch_size: int | None) -> RunConfig:
-    """Return a run as on an accelerator: bfloat16 and a padded vocabulary if automatic. No corpus is needed.
-
-    `batch_size` replaces `train.batch_size`, unless it is None.
-    """
+def run_to_plan(spec: dict[str, Any]) -> RunConfig:
+    """Return a run as on an accelerator: bfloat16 and a padded vocabulary if automatic. No corpus is needed."""
     spec = json.loads(json.dumps(spec))
     if spec["model"]["dtype"] == "auto":
         spec["model"]["dtype"] = "bfloat16"
@@ -61,9 +57,8 @@ def run_to_plan(spec: dict[str, Any], batch_size: int | None) -> RunConfig:
         spec["model"]["vocab_multiple"] = 128
     if not is_algorithmic(spec) and not has_text(spec):
         spec["data"]["path"] = STDLIB
-    if batch_size is not None:
-        spec["train"]["batch_size"] = batch_size
-    return RunConfig.from_dict(follow_corpus(spec))
+    is_known = is_algorithmic(spec) or spec["model"]["vocab_size"] is not None
+    return RunConfig.from_dict(spec if is_known else follow_corpus(spec))
 
 
 def has_text(spec: dict[str, Any]) -> bool:
@@ -139,41 +134,23 @@ def attached() -> Slice:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Program to compile for a slice."""
+    """Train step to compile for a slice."""
 
     run: RunConfig
     hardware: Slice
     mesh: MeshConfig  # mesh of the chips
-    eval_length: int | None = None  # compile the evaluator at this length; the train step if None
-
-    @property
-    def program(self) -> str:
-        """Return the program's name in reports."""
-        return "train step" if self.eval_length is None else f"evaluation at {self.eval_length}"
-
-    def batch_shape(self, mesh: Mesh) -> tuple[int, int]:
-        """Return the number of sequences in a batch, over all chips, and the number of tokens in a sequence."""
-        if self.eval_length is None:
-            return self.run.train.batch_size, self.run.train.train_length
-        evaluation = self.run.evaluation
-        return batch_size_at(self.eval_length, evaluation.max_windows, evaluation, mesh), self.eval_length
 
     def build(self) -> tuple[Mesh, Wrapped, tuple[Any, ...]]:
-        """Return the mesh of the slice, the jitted program and the shapes of its arguments. A TPU's needs libtpu."""
+        """Return the mesh of the slice, the jitted step and the shapes of its arguments. A TPU's needs libtpu."""
         devices = jax.devices() if self.hardware.is_attached else slice_devices(self.hardware)
         mesh, run = make_mesh(self.mesh, devices), self.run
-        optimizer, evaluation = make_optimizer(run.optimizer, run.train.num_steps), run.evaluation
+        optimizer = make_optimizer(run.optimizer, run.train.num_steps)
         state = abstract_state(run.model, optimizer, mesh, run.init.trained_kinds)
-        rows = jax.ShapeDtypeStruct(
-            self.batch_shape(mesh), np.int32, sharding=NamedSharding(mesh, activation_spec("BT"))
-        )
+        shape, sharding = (run.train.batch_size, run.train.train_length), NamedSharding(mesh, activation_spec("BT"))
+        rows = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
         batch = {"inputs": rows, "targets": rows}
-        if run.data.packing == "documents" and self.eval_length is None:
+        if run.data.packing == "documents":
             batch |= {"segment_ids": rows, "weights": rows.update(dtype=np.float32)}
-        if self.eval_length is not None:
-            train_length = run.train.train_length
-            graphdef, _ = model_structure(model_at(run.model, self.eval_length, evaluation, "rope", train_length))
-            return mesh, make_nll_step(graphdef, min(evaluation.last_tokens, self.eval_length)), (state.params, batch)
         step = make_train_step(
             model_structure(run.model)[0],
             optimizer,
@@ -189,7 +166,7 @@ Measure = Callable[[Request], dict[str, Any]]  # returns the fields of a `Plan` 
 
 
 def compile_request(request: Request) -> dict[str, Any]:
-    """Compile a program for a slice and return fields of its `Plan`. For a TPU, run it in a separate process."""
+    """Compile a step for a slice and return fields of its `Plan`. For a TPU, run it in a separate process."""
     mesh, step, arguments = request.build()
     started = time.monotonic()
     with jax.set_mesh(mesh):
@@ -211,7 +188,7 @@ def compile_request(request: Request) -> dict[str, Any]:
 
 
 def estimate(request: Request) -> dict[str, Any]:
-    """Return fields of the `Plan` of a train step by formula; see `memory.py`."""
+    """Return fields of the `Plan` of a step by formula; see `memory.py`."""
     run, hardware = request.run, request.hardware
     mesh = planned_mesh(request.mesh, hardware.num_chips)
     state = state_bytes(run, mesh)
@@ -221,7 +198,7 @@ def estimate(request: Request) -> dict[str, Any]:
 
 
 def measure_of(hardware: Slice, by_formula: bool) -> Measure:
-    """Return how the memory of a program is found: by the compiler, unless it is of GPUs that are not attached.
+    """Return how the memory of a step is found: by the compiler, unless it is of GPUs that are not attached.
 
     Raises:
         InputError: libtpu is missing.
@@ -238,9 +215,8 @@ def measure_of(hardware: Slice, by_formula: bool) -> Measure:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Figures of one program on one mesh; they are for one chip, unless stated otherwise."""
+    """Figures of a train step on one mesh; they are for one chip, unless stated otherwise."""
 
-    program: str  # "train step", or evaluation at a length
     mesh: str  # in the notation of `--mesh`
     remat: str  # rematerialisation policy of the layers
     batch_size: int  # sequences, over all chips
@@ -258,23 +234,21 @@ class Plan:
 
 
 def make_plan(request: Request, measure: Measure) -> Plan:
-    """Find the memory of a program and return its plan."""
-    run, hardware, is_train = request.run, request.hardware, request.eval_length is None
+    """Find the memory of a step and return its plan."""
+    run, hardware = request.run, request.hardware
     mesh = planned_mesh(request.mesh, hardware.num_chips)
-    batch_size, length = request.batch_shape(mesh)
+    batch_size, length = run.train.batch_size, run.train.train_length
     outcome = measure(request)
     if outcome["fits"] and outcome["peak_bytes"] > hardware.memory_bytes:
         needed, available = (f"{size / GIB:.1f} GiB" for size in (outcome["peak_bytes"], hardware.memory_bytes))
         outcome = {"fits": False, "reason": f"needs {needed} of {available}"}
-    plan = Plan(request.program, request.mesh.asked(), run.model.remat, batch_size, length, fits=outcome["fits"])
+    plan = Plan(request.mesh.asked(), run.model.remat, batch_size, length, fits=outcome["fits"])
     if not plan.fits:
         return dataclasses.replace(plan, **outcome)
 
-    needed = (model_flops if is_train else forward_flops)(run.model, length, batch_size)
-    executed = (executed_of(run, mesh, hardware) if is_train else needed.total) // hardware.num_chips
+    needed = model_flops(run.model, length, batch_size)
+    executed = executed_of(run, mesh, hardware) // hardware.num_chips
     state, held = state_bytes(run, mesh), outcome.pop("held_bytes")
-    if not is_train:
-        del state["moments"]
     outcome["held_bytes"] = state | {"batch and padding": held.pop("arguments") - sum(state.values())} | held
     return dataclasses.replace(
         plan,
@@ -323,20 +297,13 @@ def state_bytes(run: RunConfig, mesh: Mesh) -> dict[str, int]:
     return {"parameters": bytes_on_chip(state.params), "moments": bytes_on_chip(state.opt_state)}
 
 
-def plan_run(
-    run: RunConfig,
-    hardware: Slice,
-    mesh: MeshConfig | None = None,
-    eval_length: int | None = None,
-    by_formula: bool = False,
-) -> list[Plan]:
+def plan_run(run: RunConfig, hardware: Slice, mesh: MeshConfig | None = None, by_formula: bool = False) -> list[Plan]:
     """Plan a run on a slice.
 
     Args:
         run: the run.
         hardware: the slice.
         mesh: its mesh, with the config's remat. If None, try `candidates`, each with the `REMATS` until one fits.
-        eval_length: also compile the evaluator at this length, on the best mesh.
         by_formula: whether to estimate the memory instead of compiling.
 
     Raises:
@@ -348,33 +315,21 @@ def plan_run(
         run.check_mesh(planned_mesh(mesh, hardware.num_chips))
         meshes, remats = [mesh], (run.model.remat,)
     measure = measure_of(hardware, by_formula)
-    is_compiled, allowed = measure is not estimate, "must be unset where the memory is by formula"
-    require(eval_length is None or is_compiled, "--eval_length", eval_length, allowed)
     plans: list[Plan] = []
-    with Progress(total=len(meshes) + (eval_length is not None), unit="plan", desc=hardware.name) as bar:
-
-        def add(request: Request) -> Plan:
-            bar.set_postfix_str(f"{request.mesh.asked()} remat={request.run.model.remat} {request.program}")
-            plan = make_plan(request, measure)
-            plans.append(plan)
-            return plan
-
-        for each in meshes:
+    with Progress(meshes, unit="mesh", desc=hardware.name) as bar:
+        for each in bar:
             for remat in remats:
+                bar.set_postfix_str(f"{each.asked()} remat={remat}")
                 model = dataclasses.replace(run.model, remat=remat)
-                if add(Request(dataclasses.replace(run, model=model), hardware, each)).fits:
+                plans.append(make_plan(Request(dataclasses.replace(run, model=model), hardware, each), measure))
+                if plans[-1].fits:
                     break
-            bar.update()
-        if eval_length is not None:
-            chosen = best(plans)
-            add(Request(run, hardware, read_mesh("mesh", chosen.mesh) if chosen else meshes[0], eval_length))
-            bar.update()
     return plans
 
 
 def best(plans: list[Plan]) -> Plan | None:
-    """Return the train step that fits with the least recomputation, of equals the first, or None."""
-    fitting = [plan for plan in plans if plan.fits and plan.program == "train step"]
+    """Return the plan that fits with the least recomputation, of equals the first, or None."""
+    fitting = [plan for plan in plans if plan.fits]
     return min(fitting, key=lambda plan: REMATS.index(plan.remat), default=None)
 
 
@@ -437,8 +392,7 @@ def train_command(spec: dict[str, Any], hardware: Slice, plan: Plan, given: Sequ
     with contextlib.suppress(InputError):
         asked = mesh.sizes(hardware.num_chips)  # without -1
     added = {f"mesh.{axis}": size for axis, size, one in zip(AXES, sizes, asked, strict=True) if size != one}
-    for section, field, value in (("train", "batch_size", plan.batch_size), ("model", "remat", plan.remat)):
-        added |= {} if spec[section][field] == value else {f"{section}.{field}": value}
+    added |= {} if spec["model"]["remat"] == plan.remat else {"model.remat": plan.remat}
     added |= {} if has_text(spec) else {"data.path": STDLIB}
     own = [f"--config.{field}={value}" for field, value in added.items()]
     return " ".join(map(shlex.quote, ["dape-train", *given, *own]))
@@ -473,14 +427,14 @@ def to_markdown(run: RunConfig, hardware: Slice, plans: list[Plan], utilisation:
         f"{num_params:,} parameters: {model.num_layers} layers, width {model.width}, {model.num_heads} heads, {bias}, "
         f"{processor}, {model.dtype}",
         "",
-        "| program | mesh | remat | fits | GiB a chip | ms at least | MFU at most |",
-        "|---|---|---|---|---|---|---|",
+        "| mesh | remat | fits | GiB a chip | ms at least | MFU at most |",
+        "|---|---|---|---|---|---|",
     ]
     for plan in plans:
-        cells = [plan.program, plan.mesh, plan.remat, "yes" if plan.fits else f"no: {plan.reason}", "", "", ""]
+        cells = [plan.mesh, plan.remat, "yes" if plan.fits else f"no: {plan.reason}", "", "", ""]
         if plan.fits and plan.step_seconds and plan.peak_bytes:
             least = f"{plan.step_seconds * 1e3:.1f}" if is_known else ""
-            cells[4:] = [f"{plan.peak_bytes / GIB:.2f}", least, f"{plan.mfu:.0%}"]
+            cells[3:] = [f"{plan.peak_bytes / GIB:.2f}", least, f"{plan.mfu:.0%}"]
         lines.append(f"| {' | '.join(cells)} |" + (" **best**" if plan is chosen else ""))
     largest = largest_batch(run, hardware, plans)
     batch = "no batch fits" if largest is None else f"{largest:,} x {plans[0].length:,} tokens, estimated"

@@ -1,7 +1,7 @@
 """Deterministic context-free tasks, which can be solved with a stack.
 
-In: a random generator and a length, or the inputs of a batch. Out: `inputs_BN`, or `targets_BM`. A task consists of two
-functions and an entry of `CONTEXT_FREE` at the end of this file. Next: `context_sensitive.py`.
+In: a random generator and a length, or the inputs of a batch. Out: `inputs_BN`, or `targets_BM`. A task is an entry of
+`CONTEXT_FREE` at the end of this file. Next: `context_sensitive.py`.
 """
 
 from functools import partial
@@ -45,11 +45,6 @@ def solve_stack_manipulation(inputs_BN: Symbols) -> Targets:
     below_BM = height_BN[:, -1:] - 1 - np.arange(N + 1)
     bits_BM = np.take_along_axis(stack_BN, np.maximum(below_BM, 0), axis=1)
     return np.where(below_BM >= 0, bits_BM, np.where(below_BM == -1, END, 0)).astype(np.int32)
-
-
-def solve_reverse_string(inputs_BN: Symbols) -> Targets:
-    """Return the input in reverse order."""
-    return inputs_BN[:, ::-1].copy()
 
 
 # ---- expressions with brackets, and equations
@@ -110,16 +105,6 @@ def values(expressions_BN: Symbols) -> Int32[np.ndarray, "B"]:
     return symbols
 
 
-def sample_modular_arithmetic_brackets(rng: np.random.Generator, num: int, length: int) -> Symbols:
-    """Draw expressions with +, - and *."""
-    return expressions(rng, num, length, 3)
-
-
-def solve_modular_arithmetic_brackets(inputs_BN: Symbols) -> Targets:
-    """Return the value modulo 5."""
-    return values(inputs_BN)[:, None]
-
-
 def sample_solve_equation(rng: np.random.Generator, num: int, length: int) -> Symbols:
     """Draw an expression with + and -, one digit replaced by the unknown, then "=" and its value; all 0 if N < 3.
 
@@ -165,15 +150,20 @@ CONTEXT_FREE = {
         end=END,
     ),
     "reverse_string": Task(
-        "context-free", BITS, BITS, lambda length: length, partial(strings, 2), solve_reverse_string
+        "context-free",
+        BITS,
+        BITS,
+        lambda length: length,
+        partial(strings, 2),
+        lambda inputs_BN: inputs_BN[:, ::-1].copy(),
     ),
     "modular_arithmetic_brackets": Task(
         "context-free",
         (*DIGITS, "+", "-", "*", "(", ")", "x"),  # x is the unknown of the reference; it is never drawn
         DIGITS,
         lambda _: 1,
-        sample_modular_arithmetic_brackets,
-        solve_modular_arithmetic_brackets,
+        partial(expressions, num_operators=3),
+        lambda inputs_BN: values(inputs_BN)[:, None],
     ),
     "solve_equation": Task(
         "context-free",

@@ -1,7 +1,7 @@
 """Context-sensitive tasks, which can be solved with a random-access memory as long as the input.
 
-In: a random generator and a length, or the inputs of a batch. Out: `inputs_BN`, or `targets_BM`. A task consists of two
-functions and an entry of `CONTEXT_SENSITIVE` at the end of this file. Next: `associative_recall.py`.
+In: a random generator and a length, or the inputs of a batch. Out: `inputs_BN`, or `targets_BM`. A task is an entry of
+`CONTEXT_SENSITIVE` at the end of this file. Next: `associative_recall.py`.
 
 Numbers of up to 500 bits are Python integers, one per row: exact at any length.
 """
@@ -19,11 +19,6 @@ from dape_jax.tasks.task import Symbols, Targets, Task
 
 OPERATOR = 2  # between two numbers
 MISSING, PAD = 2, 3
-
-
-def solve_duplicate_string(inputs_BN: Symbols) -> Targets:
-    """Return the input followed by itself."""
-    return np.concatenate([inputs_BN, inputs_BN], axis=1)
 
 
 def sample_missing_duplicate_string(rng: np.random.Generator, num: int, length: int) -> Symbols:
@@ -45,11 +40,6 @@ def solve_missing_duplicate_string(inputs_BN: Symbols) -> Targets:
     half = N // 2
     index_B = (inputs_BN == MISSING).argmax(axis=1)
     return inputs_BN[np.arange(B), (index_B + half) % (2 * half)][:, None]
-
-
-def solve_odds_first(inputs_BN: Symbols) -> Targets:
-    """Return the symbols at indices 1, 3, 5, .. followed by those at 0, 2, 4, .."""
-    return np.concatenate([inputs_BN[:, 1::2], inputs_BN[:, ::2]], axis=1)
 
 
 # ---- numbers
@@ -128,25 +118,20 @@ def solve_binary_multiplication(inputs_BN: Symbols) -> Targets:
     return bits_with_end([a * b for a, b in zip(*parse_two_numbers(inputs_BN), strict=True)], inputs_BN.shape[1])
 
 
-def sample_compute_sqrt(rng: np.random.Generator, num: int, length: int) -> Symbols:
-    """Draw a positive number, highest bit first."""
-    return sample_accepted_bits(rng, num, length, lambda bits_BN: bits_BN.max(axis=1) == 1)
-
-
 def solve_compute_sqrt(inputs_BN: Symbols) -> Targets:
     """Return the square root, rounded down, highest bit first, in (N + 1) // 2 bits."""
     roots = [math.isqrt(number) for number in bits_to_integers(inputs_BN[:, ::-1] == 1)]
     return integers_to_bits(roots, (inputs_BN.shape[1] + 1) // 2)[:, ::-1].copy()
 
 
-def solve_bucket_sort(inputs_BN: Symbols) -> Targets:
-    """Return the symbols in ascending order."""
-    return np.sort(inputs_BN, axis=1)
-
-
 CONTEXT_SENSITIVE = {
     "duplicate_string": Task(
-        "context-sensitive", BITS, BITS, lambda length: 2 * length, partial(strings, 2), solve_duplicate_string
+        "context-sensitive",
+        BITS,
+        BITS,
+        lambda length: 2 * length,
+        partial(strings, 2),
+        lambda inputs_BN: np.concatenate([inputs_BN, inputs_BN], axis=1),
     ),
     "missing_duplicate_string": Task(
         "context-sensitive",
@@ -156,7 +141,14 @@ CONTEXT_SENSITIVE = {
         sample_missing_duplicate_string,
         solve_missing_duplicate_string,
     ),
-    "odds_first": Task("context-sensitive", BITS, BITS, lambda length: length, partial(strings, 2), solve_odds_first),
+    "odds_first": Task(  # indices 1, 3, 5, .., then 0, 2, 4, ..
+        "context-sensitive",
+        BITS,
+        BITS,
+        lambda length: length,
+        partial(strings, 2),
+        lambda inputs_BN: np.concatenate([inputs_BN[:, 1::2], inputs_BN[:, ::2]], axis=1),
+    ),
     "binary_addition": Task(
         "context-sensitive",
         (*BITS, "+"),
@@ -180,7 +172,7 @@ CONTEXT_SENSITIVE = {
         BITS,
         BITS,
         lambda length: (length + 1) // 2,
-        sample_compute_sqrt,
+        partial(sample_accepted_bits, accepts=lambda bits_BN: bits_BN.max(axis=1) == 1),  # a positive number
         solve_compute_sqrt,
     ),
     "bucket_sort": Task(
@@ -189,7 +181,7 @@ CONTEXT_SENSITIVE = {
         DIGITS,
         lambda length: length,
         partial(strings, 5),
-        solve_bucket_sort,
+        lambda inputs_BN: np.sort(inputs_BN, axis=1),
         permutation_invariant=True,
     ),
 }

@@ -1,7 +1,7 @@
 """Regular tasks, which can be solved with finite memory at any input length.
 
-In: a random generator and a length, or the inputs of a batch. Out: `inputs_BN`, or `targets_BM`. A task consists of two
-functions and an entry of `REGULAR` at the end of this file. Next: `context_free.py`.
+In: a random generator and a length, or the inputs of a batch. Out: `inputs_BN`, or `targets_BM`. A task is an entry of
+`REGULAR` at the end of this file. Next: `context_free.py`.
 """
 
 from functools import partial
@@ -50,16 +50,6 @@ def solve_modular_arithmetic(inputs_BN: Symbols) -> Targets:
     return (total_B + term_B)[:, None] % MODULUS
 
 
-def solve_parity_check(inputs_BN: Symbols) -> Targets:
-    """Return the number of 1s modulo 2."""
-    return inputs_BN.sum(axis=1, keepdims=True, dtype=np.int32) % 2
-
-
-def solve_cycle_navigation(inputs_BN: Symbols) -> Targets:
-    """Return the final position after steps of -1, 0 and +1 on a cycle of five positions."""
-    return (inputs_BN - 1).sum(axis=1, keepdims=True, dtype=np.int32) % MODULUS
-
-
 REGULAR = {
     "even_pairs": Task("regular", BITS, BITS, lambda _: 1, partial(strings, 2), solve_even_pairs),
     "modular_arithmetic": Task(
@@ -71,15 +61,21 @@ REGULAR = {
         solve_modular_arithmetic,
     ),
     "parity_check": Task(
-        "regular", BITS, BITS, lambda _: 1, partial(strings, 2), solve_parity_check, permutation_invariant=True
+        "regular",
+        BITS,
+        BITS,
+        lambda _: 1,
+        partial(strings, 2),
+        lambda inputs_BN: inputs_BN.sum(axis=1, keepdims=True, dtype=np.int32) % 2,
+        permutation_invariant=True,
     ),
-    "cycle_navigation": Task(
+    "cycle_navigation": Task(  # the final position after steps on a cycle of five positions
         "regular",
         ("-1", "0", "+1"),
         DIGITS,
         lambda _: 1,
         partial(strings, 3),
-        solve_cycle_navigation,
+        lambda inputs_BN: (inputs_BN - 1).sum(axis=1, keepdims=True, dtype=np.int32) % MODULUS,
         permutation_invariant=True,
     ),
 }

@@ -1,13 +1,11 @@
 """Continue prompts with a trained model.
 
 dape-generate --workdir=runs/mine --prompt="def main("
-dape-generate --workdir=runs/mine --prompt="class " --prompt_file=long.txt --greedy
+dape-generate --workdir=runs/mine --prompt="class " --prompt_file=long.txt --temperature=0
 """
 
 import dataclasses
 import os
-import sys
-from io import TextIOWrapper
 
 from dape_jax import command_line
 from dape_jax.command_line import flag
@@ -24,10 +22,9 @@ class Flags:
     prompt: tuple[str, ...] = flag((), "Text to continue; repeat for a batch.", repeated=True)
     prompt_file: str | None = flag(None, "File whose whole content, including a final newline, is another prompt.")
     max_new_tokens: int = flag(256, "Maximum number of tokens per completion; it ends earlier if its document ends.")
-    temperature: float = flag(0.8, "Divisor of the logits; 0 is greedy.")
+    temperature: float = flag(0.8, "Divisor of the logits; 0 is greedy, the most probable token.")
     top_k: int = flag(40, "Sample from this number of most probable tokens; 0 for all.")
     top_p: float = flag(0.95, "Sample from the most probable tokens that together reach this probability; 1 for all.")
-    greedy: bool = flag(False, "Take the most probable token, as with --temperature=0.")
     seed: int = flag(0, "Seed of the random draws.")
     stop: tuple[str, ...] = flag((), "Text before which a completion ends; repeat for several.", repeated=True)
     bos: bool = flag(True, "Begin with the token that an imported model's tokenizer puts before a text, if it does.")
@@ -39,6 +36,7 @@ class Flags:
 
     def __post_init__(self):
         require(self.top_k >= 0, "--top_k", self.top_k, "must be positive, or 0 for all")
+        require(all(self.stop), "--stop", self.stop, "must be text, or not given")
 
 
 def main(given: Flags) -> None:
@@ -52,13 +50,11 @@ def main(given: Flags) -> None:
 
     from dape_jax.tools.completion import Sampling, complete  # after the flags are checked: JAX takes seconds to import
 
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may not be UTF-8
     complete(
         to_path(given.workdir, "--workdir"),
         prompts,
         max_new_tokens=given.max_new_tokens,
-        sampling=Sampling(0.0 if given.greedy else given.temperature, given.top_k or None, given.top_p),
+        sampling=Sampling(given.temperature, given.top_k or None, given.top_p),
         seed=given.seed,
         step=given.step,
         stop=given.stop,

@@ -58,7 +58,7 @@ try:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ModuleNotFoundError as missing:
     advice = f"{missing.name}: not installed; {install_command('lm-eval')}"
-    if __name__ == "__main__":
+    if __name__ == "__main__" or os.path.basename(sys.argv[0]).startswith("dape-lm-eval"):  # a program, not a library
         print(f"error: {advice}", file=sys.stderr)
         sys.exit(2)
     raise InputError(advice) from missing
