@@ -18,7 +18,6 @@ Output: a table on the terminal, and OUTPUT/PLATFORM.json. The columns:
 
     direction     forward, or backward: forward and the gradients of q, k, v, bias and convolutions in one program
     min ms        minimum time of a call over `--repeats` samples (see `measure.py`); the JSON has all of them
-    / dense ..    time and peak memory relative to dense; also to torch eager, torch.compile, plain jax
     peak MiB      memory of a call; see `measure.py`
     GFLOP/s       FLOPs of `Layer.work` / minimum time: those that the layer needs, for every implementation
     roofline      minimum time of `Layer.work` on the chip / measured time; for bfloat16, on the chips of `hardware.py`
@@ -28,12 +27,12 @@ Output: a table on the terminal, and OUTPUT/PLATFORM.json. The columns:
     error         largest error of out and the gradients, |x - reference| / |reference| as vectors. The reference is
                   dense in float32 at full precision for the same inputs; for the listing with the listing's edge
 
-A failure, for example out of memory, has a row without figures, and its reason is printed above the table. If an error
-exceeds the tolerance for rounding, the program ends with status 1, after all output is written.
+A failure, for example out of memory or a kernel for another platform, has a row without figures, and its reason is
+printed above the table. If an error exceeds the tolerance for rounding, the program ends with status 1, after all
+output is written.
 """
 
 import dataclasses
-import functools
 import gc
 import itertools
 import sys
@@ -72,15 +71,14 @@ from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.errors import require
 from dape_jax.hardware import MIB, chip_of
-from dape_jax.model.attention import IMPLEMENTATIONS, Auto, Cuda, Dense, Fused, Implementation
+from dape_jax.model.attention import IMPLEMENTATIONS, Auto, Implementation
 from dape_jax.model.processors import DapeConfig, PlainConfig
 from dape_jax.model.transformer import SIZES
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import device_platform
 
 PLAIN_AUTO, PLAIN = "plain auto", "plain jax"
-BASELINES = ("torch eager", "torch.compile", "dense", PLAIN)
-RATIOS = {"time_ratios": "min_ms", "memory_ratios": "peak_mib"}
+DEFAULT = tuple(name for name in IMPLEMENTATIONS if name != "auto")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,25 +90,23 @@ class Settings:
         ("125m",), f"Models that give the number and width of the heads: {', '.join(SIZES)}."
     )
     lengths: tuple[int, ...] = flag((512,), "Sequence lengths in tokens.")
-    implementations: tuple[str, ...] = flag((), "Implementations to time; all but `auto` if not given.")
+    implementations: tuple[str, ...] = flag(DEFAULT, f"Implementations to time: {', '.join(IMPLEMENTATIONS)}.")
     directions: tuple[str, ...] = flag(DIRECTIONS, f"Directions to time: {', '.join(DIRECTIONS)}.")
     bias: str = flag("kerple", f"Position bias: {', '.join(BIASES)}.")
     kernel_width: int = flag(3, "Kernel width W of DAPE; 0 for no DAPE.")
     channels: int = flag(32, "Hidden channels C of DAPE.")
     batch: int = flag(1, "Batch size B.")
     dtype: str = flag("float32", f"Dtype of q, k, v and the convolutions' operands: {', '.join(TOLERANCES)}.")
-    block_size: int | None = flag(None, "Rows in a block of `blockwise`; chosen by platform if not given.")
-    num_buckets: int | None = flag(None, "Ranges of rows in `blockwise`; chosen by platform if not given.")
     repeats: int = flag(10, "Samples of the time of each implementation.")
     output: str = flag("results/attention", "Directory of the JSON.")
 
     def __post_init__(self):
-        check_positive(self, "lengths", "batch", "channels", "repeats", "block_size", "num_buckets")
+        check_positive(self, "lengths", "batch", "channels", "repeats")
         width = self.kernel_width
         require(width == 0 or (width > 0 and width % 2 == 1), "--kernel_width", width, "must be odd, or 0 for no DAPE")
         check_names("models", self.models, SIZES)
         check_names("directions", self.directions, DIRECTIONS)
-        check_names("implementations", self.implementations or ("dense",), IMPLEMENTATIONS)
+        check_names("implementations", self.implementations, IMPLEMENTATIONS)
         check_names("bias", (self.bias,), BIASES)
         check_names("dtype", (self.dtype,), TOLERANCES)
         require(self.vs in ("", "torch"), "--vs", self.vs, "must be torch, or empty")
@@ -127,12 +123,11 @@ def variant_of(layer: Layer, name: str) -> Layer:
     return layer
 
 
-def implementations(block_size: int | None, num_buckets: int | None) -> dict[str, Implementation]:
-    """Return every implementation by name; arguments that are None have the platform's values."""
-    auto = Auto(block_size, num_buckets)
-    blockwise = auto.blockwise(device_platform())
-    others = {"dense": Dense(), "blockwise": blockwise, "fused": Fused(), "cuda": Cuda()}
-    return {"auto": auto, PLAIN_AUTO: auto, **others}
+def implementation_of(name: str) -> Implementation:
+    """Return an implementation; of `blockwise`, with the platform's sizes."""
+    if name == "blockwise":
+        return Auto().blockwise(device_platform())
+    return Auto() if name == PLAIN_AUTO else IMPLEMENTATIONS[name]()
 
 
 def plain_attention(*qkv: jax.Array, **_: None) -> jax.Array:
@@ -150,43 +145,35 @@ def roofline_seconds(layer: Layer, direction: str) -> float | None:
     return max(flops / chip.peak_flops, num_bytes / chip.hbm_bytes_per_second)
 
 
-def prepare(settings: Settings, layer: Layer, direction: str, name: str) -> tuple[Call, Row]:
+def prepare(layer: Layer, direction: str, name: str) -> tuple[Call, Row]:
     """Return the call to time, and its figures without times."""
     on_cpu = device_platform() == "cpu"
     if name in listing.NAMES:
         call, compile_s = listing.torch_function(name, *layer.modules(), layer.arrays(), direction)
         found = listing.as_numpy(call.start())
-        figures: Row = {"compile_s": compile_s}
+        figures: Row = {"compile_s": compile_s, "compiled_gbyte": None}
         peak = resident_bytes_of_call(call) if on_cpu else listing.bytes_of_call(call)
         peak_mib = None if peak is None else peak / MIB
     else:
-        known = implementations(settings.block_size, settings.num_buckets)
-        call, figures = compile_layer(layer, direction, plain_attention if name == PLAIN else known[name])
+        call, figures = compile_layer(layer, direction, plain_attention if name == PLAIN else implementation_of(name))
         found, peak_mib = as_numpy(call.start()), figures["temporary_mib"] + figures["result_mib"]
         if on_cpu:
             peak_mib = max(peak_mib, (resident_bytes_of_call(call) or 0) / MIB)
     return call, figures | {"errors": errors_of(found, layer, direction), "peak_mib": peak_mib}
 
 
-FIELDS = (
-    *("failed", "min_ms", "median_ms", "all_ms", "peak_mib", "temporary_mib", "result_mib", "gflop_per_s", "roofline"),
-    *("compiled_gbyte", "compile_s", "errors", "time_ratios", "memory_ratios"),
-)
-
-
 def measure_case(settings: Settings, model: str, length: int, direction: str, names: list[str], bar: tqdm) -> list[Row]:
-    """Measure one model, length and direction; see the module's docstring. Unknown figures are None."""
+    """Measure one model, length and direction; see the module's docstring."""
     processor = DapeConfig(settings.kernel_width, settings.channels) if settings.kernel_width else PlainConfig()
     fields = {"batch": settings.batch, "bias": settings.bias, "processor": processor, "dtype": settings.dtype}
     layers = {name: variant_of(layer_of(model, length=length, **fields), name) for name in names}
-    labels = {"model": model, "length": length, "direction": direction}
-    empty = dict.fromkeys(FIELDS) | {"all_ms": (), "errors": {}, "time_ratios": {}, "memory_ratios": {}}
+    labels = {"model": model, "length": length, "direction": direction, "failed": None, "errors": {}}
     calls: dict[str, Call] = {}
-    rows: dict[str, Row] = {name: labels | {"name": name} | empty for name in names}
+    rows: dict[str, Row] = {name: labels | {"name": name} for name in names}
     for name, layer in layers.items():
         bar.set_postfix_str(f"{model} {length} {direction} {name}")
         try:
-            calls[name], figures = prepare(settings, layer, direction, name)
+            calls[name], figures = prepare(layer, direction, name)
             rows[name] |= figures
         except Exception as error:  # of any kind: continue with the other measurements
             rows[name]["failed"] = failure(error)
@@ -204,61 +191,27 @@ def measure_case(settings: Settings, model: str, length: int, direction: str, na
             "gflop_per_s": flops / min(seconds) / 1e9,
             "roofline": None if least is None else least / min(seconds),
         }
-    for row, (ratios, field) in itertools.product(rows.values(), RATIOS.items()):
-        if row[field] is not None:
-            row[ratios] = {name: row[field] / rows[name][field] for name in BASELINES if rows.get(name, {}).get(field)}
     return list(rows.values())
 
 
 def cells(rows: list[Row]) -> list[list[str]]:
     """Return the rows of the table, header first."""
-
-    def ratio(row: Row, name: str) -> str:
-        return "; ".join(f"{row[ratios][name]:.2f}" for ratios in RATIOS if name in row[ratios]) or "-"
-
-    names = [name for name in BASELINES if any(row["name"] == name for row in rows)]
     return table(
         rows,
         {"model": "model", "length": "length", "direction": "direction", "": "name"},
-        {"min ms": ("min_ms", ".2f")}
-        | {f"/ {name.removeprefix('torch ')}": (functools.partial(ratio, name=name), "") for name in names}
-        | {"peak MiB": ("peak_mib", ".1f"), "GFLOP/s": ("gflop_per_s", ".1f"), "roofline": ("roofline", ".1%")}
-        | {"GB": ("compiled_gbyte", ".2f"), "compile s": ("compile_s", ".1f")}
+        {"min ms": ("min_ms", ".2f"), "peak MiB": ("peak_mib", ".1f"), "GFLOP/s": ("gflop_per_s", ".1f")}
+        | {"roofline": ("roofline", ".1%"), "GB": ("compiled_gbyte", ".2f"), "compile s": ("compile_s", ".1f")}
         | {"error": (lambda row: max(row["errors"].values(), default=None), ".0e")},
     )
 
 
-KERNELS = {"fused": ("tpu", "gpu"), "cuda": ("gpu",)}  # implementations, and their platforms
-
-
-def choose(requested: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Return the implementations to time, and a message if one is skipped.
-
-    Args:
-        requested: names; if empty, all but `auto`, and kernels only on their platform.
-
-    Raises:
-        InputError: kernels are requested that are for another platform.
-    """
-    names, platform = list(requested or (name for name in IMPLEMENTATIONS if name != "auto")), device_platform()
-    others = [name for name in names if name in KERNELS and platform not in KERNELS[name]]
-    why = f"its kernels are for another platform than {platform!r}"
-    require(not requested or not others, "--implementations", ",".join(others), why)
-    return [name for name in names if name not in others], [f"{name} is skipped: {why}" for name in others]
-
-
 def run(settings: Settings) -> None:
     """Measure everything and write the output."""
+    platform = device_platform()
+    why = listing.why_not_torch(platform) if settings.vs else None
+    require(why is None, "--vs", settings.vs, why or "")
     make_results_directory(Path(settings.output))
-    names, left_out = choose(settings.implementations)
-    names += [PLAIN_AUTO, PLAIN]
-    if settings.vs:
-        why = listing.why_not_torch(device_platform())
-        names = names if why else [*listing.NAMES, *names]
-        left_out += [f"torch is skipped: {why}"] if why else []
-    for line in left_out:
-        print(line, file=sys.stderr)
-
+    names = [*(listing.NAMES if settings.vs else ()), *settings.implementations, PLAIN_AUTO, PLAIN]
     cases = list(itertools.product(settings.models, settings.lengths, settings.directions))
     rows: list[Row] = []
     with tqdm(total=len(cases) * len(names) * settings.repeats, unit="call", desc="attention") as bar:
@@ -268,13 +221,12 @@ def run(settings: Settings) -> None:
     def title(row: Row) -> str:
         return f"{row['name']} at {row['model']} {row['length']} {row['direction']}"
 
-    platform, layer = device_platform(), f"DAPE 1x{settings.kernel_width}" if settings.kernel_width else "no DAPE"
+    layer = f"DAPE 1x{settings.kernel_width}" if settings.kernel_width else "no DAPE"
     what = f"{layer}, bias {settings.bias}, batch {settings.batch}, {settings.dtype}; {jax.devices()[0].device_kind}"
-    caption = f"One attention layer ({what}): time and peak memory; / NAME: both relative to NAME."
-    failed = [f"{title(row)}: {row['failed']}" for row in rows if row["failed"]]
-    caption = " ".join([caption, *(f"{line}." for line in [*left_out, *failed])])
-    content: dict[str, Any] = {"left_out": left_out}
-    if "torch eager" in names:
+    caption = f"One attention layer ({what}): time and peak memory."
+    caption = " ".join([caption, *(f"{title(row)}: {row['failed']}." for row in rows if row["failed"])])
+    content: dict[str, Any] = {}
+    if settings.vs:
         import torch  # pyright: ignore[reportMissingImports]
 
         content["torch"] = torch.__version__

@@ -197,8 +197,7 @@ def step_cases(plan: Plan) -> dict[str, Prepare]:
             with tqdm(disable=True) as bar:
                 for _ in range(3):
                     step.take_turn(5, bar)
-            result = step.result()
-            return {name: result[name] for name in ("min_ms", "all_ms", "tokens_per_s", "mfu", "loss_nats")}
+            return step.result()
 
         return {"compile_s": step.program.compile_s, "needed_gib": step.needed_bytes / GIB}, run
 

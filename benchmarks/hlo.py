@@ -94,7 +94,6 @@ class Work:
     hbm_bytes: int  # HBM traffic, each operand and result of a scheduled operation once
     operations: tuple[Operation, ...]  # most expensive first, without Pallas kernels
     kernels: tuple[tuple[str, int], ...]  # Pallas kernels: name of the instruction, and number of executions
-    launches: int  # scheduled operations that compute or move data: on a GPU, the number of kernel launches
 
     @property
     def cycles(self) -> int:
@@ -151,14 +150,13 @@ def read_work(text: str) -> Work:
     """Return the work of a compiled and scheduled program, given its text."""
     program, entry = read_program(text)
     sources = read_sources(text)
-    hbm_bytes = launches = 0
+    hbm_bytes = 0
     kernels: list[tuple[str, int]] = []
     operations: list[Operation] = []
     for computation, times, instruction in _walk(program, entry):
         is_free = instruction.opcode in FREE or instruction.opcode.endswith("-done")
         if is_free or instruction.kind in COLLECTIVES:
             continue
-        launches += times
         if cycles := times * int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0):
             # A fusion with several results has no metadata: take that of its last operation with some.
             parts = [each for name in instruction.called for each in program[name].values()]
@@ -173,7 +171,7 @@ def read_work(text: str) -> Work:
         own = instruction.attribute(r'"bytes_accessed":"(\d+)"') if is_kernel else ""
         hbm_bytes += times * (int(own) if own else _traffic(instruction, program, program[computation]))
     operations.sort(key=lambda operation: -operation.cycles)
-    return Work(hbm_bytes, tuple(operations), tuple(kernels), launches)
+    return Work(hbm_bytes, tuple(operations), tuple(kernels))
 
 
 def _has_matmul(instruction: Instruction, program: dict[str, Computation]) -> bool:

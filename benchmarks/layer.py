@@ -1,7 +1,6 @@
 """One attention layer, q, k, v -> out, without projections: its function, its work, and the errors of its results.
 
-In: sizes, bias and processor. Out: a function to time or to compile. Next: `attention.py`, `gpu.py`,
-`gpu_compiled.py`, `tpu.py`.
+In: sizes, bias and processor. Out: a function to time or to compile. Next: `attention.py`, `gpu.py`, `tpu.py`.
 """
 
 import dataclasses

@@ -152,7 +152,6 @@ def table(
 def write(stem: str, settings: Any, rows: list[Row], caption: str, cells: list[list[str]], **content: Any) -> None:
     """Print the table, and write it and the rows to `settings.output`/STEM.json."""
     directory = Path(settings.output)
-    report.save(
-        stem, directory, {"settings": dataclasses.asdict(settings), **content, "rows": rows}, caption, cells, None
-    )
+    content = {"settings": dataclasses.asdict(settings), **content, "rows": rows}
+    report.save(stem, directory, content, report.Table(caption, cells))
     print(f"\nresults: {directory}")

@@ -30,7 +30,6 @@ from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.model.attention import score
 from dape_jax.model.biases import BIASES
-from dape_jax.model.contextual import CONTEXTUAL
 from dape_jax.model.processors import SLOPE, DapeConfig, dape
 from dape_jax.provenance import make_results_directory
 
@@ -61,7 +60,7 @@ def last_row(bias: str, length: int, config: DapeConfig) -> tuple[tuple[Any, ...
     @nnx.jit
     def build():
         rngs = nnx.Rngs(0)
-        built = (BIASES | CONTEXTUAL)[bias]().build(HEADS, HEAD_DIM, rngs)
+        built = BIASES[bias]().build(HEADS, HEAD_DIM, rngs)
         return built, config.build(HEADS, has_bias=built is not None, rngs=rngs)
 
     built, layer = build()

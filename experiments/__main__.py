@@ -4,11 +4,18 @@ from pathlib import Path
 
 from dape_jax import command_line
 from dape_jax.errors import require
-from experiments.catalogue import EXPERIMENTS, find_experiment
+from experiments.catalogue import EXPERIMENTS
 from experiments.methods import format_lengths
 from experiments.settings import Settings
 
 COMMANDS = ("list", "show", "run", "report")
+
+
+def cache_programs(directory: Path) -> None:
+    """Share compiled programs between models that differ only in the seed, also between processes."""
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(directory.absolute()))
 
 
 def main(settings: Settings, command: str = "", name: str = "") -> None:
@@ -16,28 +23,25 @@ def main(settings: Settings, command: str = "", name: str = "") -> None:
     require(command in COMMANDS, "command", command, f"must be one of {list(COMMANDS)}")
     takes_name = command in ("show", "run")
     allowed = f"must be one of {list(EXPERIMENTS)}" if takes_name else "must be empty"
-    require(bool(name) == takes_name, command, name, allowed)
+    require(name in EXPERIMENTS if takes_name else not name, command, name, allowed)
 
-    import jax  # after the flags are checked: it takes seconds to import
-
-    from experiments import report
+    from experiments import report  # after the flags are checked: JAX takes seconds to import
     from experiments.run import run_experiment, runs_of, train_command
 
     if command == "list":
         for key, experiment in EXPERIMENTS.items():
             print(f"{key:10}  {experiment.title} ({experiment.source})")
     elif command == "show":
-        experiment = find_experiment(name)
+        experiment = EXPERIMENTS[name]
         runs = runs_of(experiment, settings)
         print(f"{name}: {experiment.title} ({experiment.source}); metric: {experiment.metric}\n\nclaims")
-        for claim in experiment.claims:
-            print(f"  {claim.text}" + f"\n    Note: {claim.note}" * bool(claim.note))
+        for text, claim in experiment.claims.items():
+            print(f"  {text}" + f"\n    Note: {claim.note}" * bool(claim.note))
         print(f"\n{len(runs)} runs with the preset {settings.preset}")
         for run in runs:
             print(f"  {run.name}, evaluated at {format_lengths(run.lengths)}\n    {train_command(run)}")
     elif command == "run":
-        # Models that differ only in the seed share compiled programs, also between processes.
-        jax.config.update("jax_compilation_cache_dir", str(Path(settings.workdirs, "compiled").absolute()))
+        cache_programs(Path(settings.workdirs, "compiled"))
         runs = run_experiment(name, settings)
         print(f"{len(runs)} runs in {settings.results}/{name}; compare them: python -m experiments report")
     else:

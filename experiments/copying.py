@@ -20,11 +20,10 @@ from jaxtyping import Float64, Int
 from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.errors import require
-from dape_jax.evaluation import report
 from dape_jax.evaluation.perplexity import compile_lengths, score_windows
 from dape_jax.evaluation.trained import require_same, restore
 from experiments.repetition import latest_match
-from experiments.studies import interval, read_study, with_interval
+from experiments.studies import interval, read_study, save
 
 CLASSES = ("near", "far", "other")
 
@@ -93,17 +92,13 @@ def main(settings: Settings) -> None:
     for length, nll in base.items():
         tokens = (window.tokens(store, length) for window in study.windows)
         classes[length] = np.stack([classes_of(each, settings.match, nll.shape[1], train_length) for each in tokens])
-    results, rows = [], [["model", "length", "tokens", "share", "loss", "decrease", "part of it"]]
+    results = []
     for model in study.models:
         records = [
             {"length": length} | record
             for length, nll in scores[model.name].items()
             for record in measure(nll, base[length], classes[length], study.documents)
         ]
-        for each in records:
-            row = [model.name, f"{each['length']:,}", each["class"], f"{each['share']:.1%}", f"{each['nats']:.3f}"]
-            part = "" if each["decrease_share"] is None else f"{each['decrease_share']:.0%}"
-            rows.append([*row, with_interval(each, "decrease_nats", ".3f"), part])
         results.append({"name": model.name, "step": model.step, "train_length": train_length, "lengths": records})
     caption = (
         f"Loss in nats per token, and its decrease from {first.name}, on tokens that copying predicts after "
@@ -111,7 +106,7 @@ def main(settings: Settings) -> None:
         f"others. {study.sample}"
     )
     content = {"data": study.data_digest, "match": settings.match, "num_windows": len(study.windows), "runs": results}
-    report.save("copying", study.directory, content, caption, rows, None)
+    save("copying", study.directory, content, caption)
 
 
 if __name__ == "__main__":

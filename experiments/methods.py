@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dape_jax.tasks import CHE
 
@@ -20,13 +20,8 @@ KERPLE, DAPE = "bias=kerple", "processor=dape,kernel="
 
 # Config argument of each method, by its name in the paper's tables.
 METHODS = {
-    "nope": "bias=nope",
+    **{bias: f"bias={bias}" for bias in ("nope", "t5", "alibi", "kerple", "fire", "cope")},
     "rope": "rotary=rope",
-    "t5": "bias=t5",
-    "alibi": "bias=alibi",
-    "kerple": KERPLE,
-    "fire": "bias=fire",
-    "cope": "bias=cope",
     "transformer-xl": "bias=transformer_xl",
     **{f"dape1x{kernel}-rope": f"rotary=rope,{DAPE}{kernel}" for kernel in (1, 3)},
     **{f"dape1x{n}-{bias}": f"bias={bias},{DAPE}{n}" for bias in ("nope", "alibi", "fire") for n in (1, 3)},
@@ -37,44 +32,39 @@ METHODS = {
     "fire-as-with-dape": "bias=fire,fire=dape",
     "dape1x3-fire-as-without": f"bias=fire,fire=plain,{DAPE}3",
 }
-# Methods of experiments that are not in the paper. Config fields that a recipe's argument cannot set are in OVERRIDES.
-CHANGES = {
-    "dape1x3-kerple-causal": "with a causal kernel",
-    "dape1x3-kerple-scores": "that reads the scores alone",
-    "dape1x3-kerple-bias": "that reads the bias alone",
-    "dape1x3-kerple-no-residual": "without residual connection",
-}
-RATED = ("rope", "t5", "alibi", "kerple", "fire", "dape1x1-kerple", "dape1x3-kerple")
+RATED = ("rope", "t5", "alibi", "kerple", "fire", DAPE1X1, DAPE1X3)
 RATES = {"": 1.0, "-rate0.5": 0.5, "-rate2": 2.0}  # factors of the learning rate, by suffix of the method
+
+Fields = dict[str, Any]  # config fields that a recipe's argument cannot set
+CHANGES: dict[str, tuple[str, Fields]] = {
+    "dape1x3-kerple-causal": ("with a causal kernel", {"model.processor.alignment": "causal"}),
+    "dape1x3-kerple-scores": ("that reads the scores alone", {"model.processor.inputs": "scores"}),
+    "dape1x3-kerple-bias": ("that reads the bias alone", {"model.processor.inputs": "bias"}),
+    "dape1x3-kerple-no-residual": ("without residual connection", {"model.processor.residual": False}),
+}
 # Kerple at about the cost of DAPE1x3-Kerple or more, at the size xs and T = 128. DAPE1x3-Kerple takes 1.40 times the
 # FLOPs of Kerple and, on a CPU, 1.5 times its time.
-COSTLIER: dict[str, dict[str, Any]] = {
+COSTLIER: dict[str, Fields] = {
     **{f"kerple-{steps}-steps": {"train.num_steps": steps} for steps in (840, 900, 1200)},
     "kerple-width-116": {"model.width": 116, "model.head_dim": 29, "model.mlp_width": 464},
     "kerple-5-layers": {"model.num_layers": 5},
 }
 # Kerple for longer than DAPE1x3-Kerple's 5,000 steps take on a CPU, at the size xs and T = 64: the preset `converged`.
-LONGER: dict[str, dict[str, Any]] = {"kerple-8500-steps": {"train.num_steps": 8500}}
+LONGER: dict[str, Fields] = {"kerple-8500-steps": {"train.num_steps": 8500}}
 # Kerple for as long as DAPE1x3-Kerple's 1,000 steps take on an H100: the preset `25m`.
-LONGER_25M: dict[str, dict[str, Any]] = {"kerple-1500-steps": {"train.num_steps": 1500}}
-PARTS: dict[str, dict[str, Any]] = {"window": {"model.window": 64}, "grouped": {"model.num_kv_heads": 2}}
-METHODS |= {f"kerple-{part}": KERPLE for part in PARTS}
-METHODS |= {method: METHODS["dape1x3-kerple"] for method in (*CHANGES, *(f"dape1x3-kerple-{part}" for part in PARTS))}
-METHODS |= {f"{method}{suffix}": METHODS[method] for method in RATED for suffix in RATES}
-METHODS |= {method: KERPLE for method in (*COSTLIER, *LONGER, *LONGER_25M)}
+LONGER_25M: dict[str, Fields] = {"kerple-1500-steps": {"train.num_steps": 1500}}
+PARTS: dict[str, Fields] = {"window": {"model.window": 64}, "grouped": {"model.num_kv_heads": 2}}
 
-# Config fields of methods that a recipe's argument cannot set.
-OVERRIDES: dict[str, dict[str, Any]] = {
-    "dape1x2-kerple": {"model.processor.alignment": "causal"},  # a centered kernel has an odd width
-    "dape1x3-kerple-causal": {"model.processor.alignment": "causal"},
-    "dape1x3-kerple-scores": {"model.processor.inputs": "scores"},
-    "dape1x3-kerple-bias": {"model.processor.inputs": "bias"},
-    "dape1x3-kerple-no-residual": {"model.processor.residual": False},
+OVERRIDES: dict[str, Fields] = {
+    **{method: fields for method, (_, fields) in CHANGES.items()},
+    **{f"{method}-{part}": fields for part, fields in PARTS.items() for method in ("kerple", DAPE1X3)},
     **COSTLIER,
     **LONGER,
     **LONGER_25M,
-    **{f"{method}-{part}": change for part, change in PARTS.items() for method in ("kerple", "dape1x3-kerple")},
 }
+METHODS |= {method: METHODS[DAPE1X3 if method.startswith(DAPE1X3) else "kerple"] for method in OVERRIDES}
+METHODS |= {f"{method}{suffix}": METHODS[method] for method in RATED for suffix in RATES}
+OVERRIDES["dape1x2-kerple"] = {"model.processor.alignment": "causal"}  # a centered kernel has an odd width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,13 +196,13 @@ class Less:
 class Claim:
     """Claim of the paper: all of its pairs hold, or `at_least` of them; `verdicts.py` defines a pair."""
 
-    text: str
     comparisons: tuple[Less, ...]
     at_least: int | None = None
     note: str = ""  # other explanations of the verdict
 
 
 NOT_IN_PAPER = "not in the paper"
+AT = (128, 512)  # train lengths of most experiments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,10 +210,10 @@ class Experiment:
     """One figure or table. Sizes and lengths are the paper's."""
 
     title: str
-    source: str  # section, figure or table of the paper
     methods: tuple[str, ...]  # keys of METHODS
-    train_lengths: tuple[int, ...]  # in tokens; for tasks a single length, in symbols
-    claims: tuple[Claim, ...]
+    claims: dict[str, Claim] = dataclasses.field(default_factory=dict)  # by their text
+    source: str = NOT_IN_PAPER  # section, figure or table of the paper
+    train_lengths: tuple[int, ...] = AT  # in tokens; for tasks a single length, in symbols
     sizes: tuple[str, ...] = ("125m",)  # unused for tasks, where the recipe has one size
     tasks: tuple[str, ...] = ()  # keys of TASKS, each with its own models; empty for models on a text
     skipped: tuple[tuple[str, int], ...] = ()  # pairs (method, train length) that the paper does not have
@@ -270,7 +260,11 @@ def format_lengths(lengths: tuple[int, ...]) -> str:
 # ---- claims
 
 Names = str | tuple[str, ...]
-AT = (128, 512)  # train lengths of most experiments
+
+
+def claim(*comparisons: Less, at_least: int | None = None, note: str = "") -> Claim:
+    """Return the claim that all comparisons hold, or those of `at_least` pairs."""
+    return Claim(comparisons, at_least, note)
 
 
 def names(methods: Names) -> tuple[str, ...]:
@@ -286,39 +280,46 @@ def better(
     *,
     factor: float = 1.0,
     size: str = "125m",
-) -> tuple[Less, ...]:
-    """Return the comparisons of "each method of `low` is better than each of `others`, trained at the same length".
+    note: str = "",
+) -> Claim:
+    """Return the claim that each method of `low` is better than each of `others`, trained at the same length.
 
     `lengths` maps a train length to the evaluation lengths of the comparison. Results of `others` are multiplied by
     `factor`.
     """
-    return tuple(
+    comparisons = (
         Less(Cell(method, train_length, length, size), Cell(other, train_length, length, size), factor)
         for method in names(low)
         for other in names(others)
         for train_length in train_lengths
         for length in lengths(train_length)
     )
+    return claim(*comparisons, note=note)
 
 
-def easier_at(longest: int, methods: Names, train_lengths: tuple[int, ...] = AT) -> tuple[Less, ...]:
-    """Return the comparisons of "each method is better at `longest` than at its train length"."""
-    return tuple(Less(Cell(name, t, longest), Cell(name, t, t)) for t in train_lengths for name in names(methods))
+def easier_at(longest: int, methods: Names, train_lengths: tuple[int, ...] = AT) -> Claim:
+    """Return the claim that each method is better at `longest` than at its train length."""
+    return claim(*(Less(Cell(name, t, longest), Cell(name, t, t)) for t in train_lengths for name in names(methods)))
 
 
-def outscores(high: Names, low: Names, tasks: tuple[str, ...]) -> tuple[Less, ...]:
-    """Return the comparisons of "the best of methods `high` is better than the best of `low`", one for each task."""
-    return tuple(Less(Score(names(low), task), Score(names(high), task)) for task in tasks)
+def outscores(high: Names, low: Names, tasks: tuple[str, ...], at_least: int | None = None, note: str = "") -> Claim:
+    """Return the claim that the best of methods `high` is better than the best of `low`, on each task."""
+    return claim(*(Less(Score(names(low), t), Score(names(high), t)) for t in tasks), at_least=at_least, note=note)
 
 
-# Method, size, train length and task of a model; the size is "" for a task, the task is "" for a text.
-Model = tuple[str, str, int, str]
+class Model(NamedTuple):
+    """Model of an experiment. The size is "" for a task, the task is "" for a text."""
+
+    method: str
+    size: str
+    task: str
+    train_length: int
 
 
 def models_of(experiment: Experiment) -> list[Model]:
     """Return the models of an experiment. Sizes and lengths are the paper's."""
     return [
-        (method, size, train_length, task)
+        Model(method, size, task, train_length)
         for task in experiment.tasks or ("",)
         for size in (("",) if experiment.tasks else experiment.sizes)
         for train_length in experiment.train_lengths

@@ -31,13 +31,12 @@ from dape_jax.command_line import flag
 from dape_jax.data.store import TokenStore
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import require
-from dape_jax.evaluation import report
 from dape_jax.evaluation.perplexity import NllByLength, ScoredWindow, compile_lengths, score_windows
 from dape_jax.evaluation.trained import restore
 from dape_jax.model.processors import DapeConfig
 from dape_jax.model.transformer import Params, flat_params
 from dape_jax.storage import to_path
-from experiments.studies import Study, interval, read_study, with_interval
+from experiments.studies import Study, interval, read_study, save
 
 DIGITS = 5
 ZEROED = ("output_WCH", "output_bias_H")  # parameters of DAPE's second convolution; at zero, the update is zero
@@ -140,14 +139,9 @@ def main(settings: Settings) -> None:
             score = functools.partial(score_windows, programs, of_variant, mesh, study.store, name=name)
             about = {"name": name, "step": model.step, "train_length": model.run.train.train_length}
             results.append(about | {"lengths": measure(study, needles, depths, score)})
-    rows = [["model", "length", "depth", "loss with", "without", "decrease"]]
-    for result in results:
-        for each in result["lengths"]:
-            numbers = f"{each['depth']:.2f}", f"{each['nats']:.2f}", f"{each['nats_without']:.2f}"
-            rows.append([result["name"], f"{each['length']:,}", *numbers, with_interval(each, "decrease_nats")])
     caption = f"Loss of {DIGITS} digits, in nats per token, with their needle in the text and without. {study.sample}"
     content = {"data": study.data_digest, "digits": DIGITS, "num_windows": len(study.windows), "runs": results}
-    report.save("needle", study.directory, content, caption, rows, None)
+    save("needle", study.directory, content, caption)
 
 
 if __name__ == "__main__":

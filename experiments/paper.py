@@ -17,6 +17,7 @@ from experiments.methods import (
     Score,
     better,
     beyond,
+    claim,
     easier_at,
     lengths_from,
     outscores,
@@ -39,13 +40,18 @@ LEAK_NOTE = (
     "A model must learn to read the next token through the convolution, and a preset with few training steps stops "
     "before its perplexity is 1. Compare with the same methods in figure 5, which have no leak."
 )
-WIDER_IS_BETTER = Claim("DAPE1x3-Kerple is better than DAPE-Kerple (1x1) at every length", better(DAPE1X3, DAPE1X1))
+SHORTER_IS_BETTER = (
+    "RoPE trained at 4096 is worse at 128 than DAPE1x3-Kerple trained at 128, and than RoPE trained there"
+)
+NEARER_TIMES = "the larger the model, the nearer Kerple's time is to DAPE1x3-Kerple's (ratio above 0.75, 0.82, 0.89)"
+WIDER_IS_BETTER = {"DAPE1x3-Kerple is better than DAPE-Kerple (1x1) at every length": better(DAPE1X3, DAPE1X1)}
 
 
-def dape_improves(method: str, name: str, note: str = "") -> Claim:
-    """Return the claim that DAPE1x3 improves a method at every length."""
-    text = f"DAPE1x3 improves {name} within and beyond the train length"
-    return Claim(text, better(f"dape1x3-{method}", method), note=note)
+def dape_improves(method: str, name: str, note: str = "") -> dict[str, Claim]:
+    """Return the claim that DAPE1x3 improves a method at every length, by its text."""
+    return {
+        f"DAPE1x3 improves {name} within and beyond the train length": better(f"dape1x3-{method}", method, note=note)
+    }
 
 
 def larger_kernels(number: int, train_length: int) -> Experiment:
@@ -56,21 +62,16 @@ def larger_kernels(number: int, train_length: int) -> Experiment:
         source=f"table {number}, appendix F, section 4.7",
         methods=("kerple", *WITH_DAPE),
         train_lengths=at,
-        claims=(
-            Claim(
-                "DAPE with any kernel size is better than Kerple, within and beyond the train length",
-                better(WITH_DAPE, "kerple", at),
+        claims={
+            "DAPE with any kernel size is better than Kerple, within and beyond the train length": better(
+                WITH_DAPE, "kerple", at
             ),
-            Claim("DAPE1x3 is better than DAPE (1x1) at every length", better(DAPE1X3, DAPE1X1, at)),
-            Claim(
-                "kernels of 5 and 7 are no worse than 3 (to 1 %) at every length",
-                better(more, DAPE1X3, at, factor=1.01),
+            "DAPE1x3 is better than DAPE (1x1) at every length": better(DAPE1X3, DAPE1X1, at),
+            "kernels of 5 and 7 are no worse than 3 (to 1 %) at every length": better(more, DAPE1X3, at, factor=1.01),
+            "with DAPE, perplexity at the longest length is below that at the train length": easier_at(
+                8192, WITH_DAPE, at
             ),
-            Claim(
-                "with DAPE, perplexity at the longest length is below that at the train length",
-                easier_at(8192, WITH_DAPE, at),
-            ),
-        ),
+        },
     )
 
 
@@ -79,37 +80,30 @@ PAPER = {
         title="DAPE on models without additive bias: NoPE and RoPE",
         source="figure 1, section 4.4",
         methods=("nope", "dape1x1-nope", "dape1x3-nope", "rope", "dape1x1-rope", "dape1x3-rope"),
-        train_lengths=(128, 512),
-        claims=(
-            dape_improves("nope", "NoPE"),
-            dape_improves("rope", "RoPE"),
-            Claim("DAPE (1x1) improves NoPE too, at every length", better("dape1x1-nope", "nope")),
-            Claim(
-                "naive DAPE (1x1) makes RoPE worse at the train length", better("rope", "dape1x1-rope", lengths=within)
-            ),
-        ),
+        claims={
+            **dape_improves("nope", "NoPE"),
+            **dape_improves("rope", "RoPE"),
+            "DAPE (1x1) improves NoPE too, at every length": better("dape1x1-nope", "nope"),
+            "naive DAPE (1x1) makes RoPE worse at the train length": better("rope", "dape1x1-rope", lengths=within),
+        },
     ),
     "fig2": Experiment(
         title="comparison with baselines, trained at 128 and 512",
         source="figure 2, section 4.1",
         methods=(*BASELINES, DAPE1X1, DAPE1X3),
-        train_lengths=(128, 512),
-        claims=(
-            Claim(
-                "DAPE1x3-Kerple is the best of all at the train length",
-                better(DAPE1X3, (*BASELINES, DAPE1X1), lengths=within),
+        claims={
+            "DAPE1x3-Kerple is the best of all at the train length": better(
+                DAPE1X3, (*BASELINES, DAPE1X1), lengths=within
             ),
-            Claim(
-                "DAPE1x3-Kerple is the best of all at every length beyond",
-                better(DAPE1X3, (*BASELINES, DAPE1X1), lengths=beyond),
+            "DAPE1x3-Kerple is the best of all at every length beyond": better(
+                DAPE1X3, (*BASELINES, DAPE1X1), lengths=beyond
             ),
-            WIDER_IS_BETTER,
-            Claim(
-                "RoPE fails at twice the train length: perplexity there is more than doubled",
-                tuple(Less(Cell("rope", t, t), Cell("rope", t, 2 * t), 0.5) for t in (128, 512)),
+            **WIDER_IS_BETTER,
+            "RoPE fails at twice the train length: perplexity there is more than doubled": claim(
+                *(Less(Cell("rope", t, t), Cell("rope", t, 2 * t), 0.5) for t in (128, 512))
             ),
-            Claim("the longest length is easier for DAPE1x3-Kerple than the train length", easier_at(8192, DAPE1X3)),
-        ),
+            "the longest length is easier for DAPE1x3-Kerple than the train length": easier_at(8192, DAPE1X3),
+        },
     ),
     "fig3": Experiment(
         title="the same training tokens at different train lengths",
@@ -118,61 +112,51 @@ PAPER = {
         train_lengths=SAME_TOKENS,
         skipped=tuple(("rope", t) for t in (256, 512, 1024, 2048)),
         step_tokens=32_768,
-        claims=(
-            Claim(
-                "DAPE1x3-Kerple trained at 128 is as good as RoPE trained at 4096 (to 2 %), both evaluated at 4096",
-                (Less(Cell(DAPE1X3, 128, 4096), Cell("rope", 4096, 4096), 1.02),),
+        claims={
+            "DAPE1x3-Kerple trained at 128 is as good as RoPE trained at 4096 (to 2 %), both evaluated at 4096": claim(
+                Less(Cell(DAPE1X3, 128, 4096), Cell("rope", 4096, 4096), 1.02)
             ),
-            Claim(
-                "DAPE1x3-Kerple trained at 512 is better than RoPE trained at 4096, both evaluated at 4096",
-                (Less(Cell(DAPE1X3, 512, 4096), Cell("rope", 4096, 4096)),),
+            "DAPE1x3-Kerple trained at 512 is better than RoPE trained at 4096, both evaluated at 4096": claim(
+                Less(Cell(DAPE1X3, 512, 4096), Cell("rope", 4096, 4096))
             ),
-            Claim(
-                "RoPE trained at 4096 is worse at 128 than DAPE1x3-Kerple trained at 128, and than RoPE trained there",
-                tuple(Less(Cell(method, 128, 128), Cell("rope", 4096, 128)) for method in (DAPE1X3, "rope")),
+            SHORTER_IS_BETTER: claim(
+                *(Less(Cell(method, 128, 128), Cell("rope", 4096, 128)) for method in (DAPE1X3, "rope"))
             ),
-            Claim(
-                "at lengths of 128 to 2048, the best DAPE1x3-Kerple is the one trained at that length",
-                tuple(
+            "at lengths of 128 to 2048, the best DAPE1x3-Kerple is the one trained at that length": claim(
+                *(
                     Less(Cell(DAPE1X3, at, at), Cell(DAPE1X3, t, at))
                     for at in SAME_TOKENS[:-1]
                     for t in SAME_TOKENS
                     if t != at
-                ),
+                )
             ),
-        ),
+        },
     ),
     "fig4": Experiment(
         title="350M parameters",
         source="figure 4, section 4.3",
         methods=("kerple", DAPE1X1, DAPE1X3),
-        train_lengths=(128, 512),
         sizes=("350m",),
-        claims=(
-            Claim(
-                "DAPE1x3-Kerple is better than DAPE-Kerple (1x1) within the train length and at the longest",
-                better(DAPE1X3, DAPE1X1, lengths=lambda t: (t, 8192), size="350m"),
-            ),
-        ),
+        claims={
+            "DAPE1x3-Kerple is better than DAPE-Kerple (1x1) within the train length and at the longest": better(
+                DAPE1X3, DAPE1X1, lengths=lambda t: (t, 8192), size="350m"
+            )
+        },
     ),
     "fig5": Experiment(
         title="DAPE1x3 on additive biases",
         source="figure 5, section 4.4",
         methods=tuple(f"{processor}{bias}" for bias in ADDITIVE for processor in ("", "dape1x1-", "dape1x3-")),
-        train_lengths=(128, 512),
-        claims=(
-            dape_improves("alibi", "ALiBi"),
-            dape_improves("kerple", "Kerple"),
-            dape_improves("fire", "FIRE", FIRE_NOTE),
-            Claim(
-                "DAPE1x3-ALiBi is better than DAPE-ALiBi (1x1) at every length, trained at 512",
-                better("dape1x3-alibi", "dape1x1-alibi", (512,)),
+        claims={
+            **dape_improves("alibi", "ALiBi"),
+            **dape_improves("kerple", "Kerple"),
+            **dape_improves("fire", "FIRE", FIRE_NOTE),
+            "DAPE1x3-ALiBi is better than DAPE-ALiBi (1x1) at every length, trained at 512": better(
+                "dape1x3-alibi", "dape1x1-alibi", (512,)
             ),
-            WIDER_IS_BETTER,
-            Claim(
-                "DAPE1x3-FIRE is better than DAPE-FIRE (1x1) at every length", better("dape1x3-fire", "dape1x1-fire")
-            ),
-        ),
+            **WIDER_IS_BETTER,
+            "DAPE1x3-FIRE is better than DAPE-FIRE (1x1) at every length": better("dape1x3-fire", "dape1x1-fire"),
+        },
     ),
     "fig6": Experiment(
         title="information leakage: the convolution without the mask before it",
@@ -180,18 +164,15 @@ PAPER = {
         methods=("dape1x3-alibi", DAPE1X3, "dape1x3-fire"),
         train_lengths=(128,),
         overrides={"model.processor.leak": True},
-        claims=(
-            Claim(
-                "with the leak, perplexity is about 1 (below 1.1) up to 1024",
-                tuple(Less(Cell(f"dape1x3-{b}", 128, at), 1.1) for b in ADDITIVE for at in lengths_from(128, 1024)),
+        claims={
+            "with the leak, perplexity is about 1 (below 1.1) up to 1024": claim(
+                *(Less(Cell(f"dape1x3-{b}", 128, at), 1.1) for b in ADDITIVE for at in lengths_from(128, 1024)),
                 note=LEAK_NOTE,
             ),
-            Claim(
-                "with the leak and Kerple, perplexity is about 1 (below 1.1) up to 8192",
-                tuple(Less(Cell(DAPE1X3, 128, at), 1.1) for at in lengths_from(128)),
-                note=LEAK_NOTE,
+            "with the leak and Kerple, perplexity is about 1 (below 1.1) up to 8192": claim(
+                *(Less(Cell(DAPE1X3, 128, at), 1.1) for at in lengths_from(128)), note=LEAK_NOTE
             ),
-        ),
+        },
     ),
     "table1": Experiment(
         title="delta perplexity: the gain from the text before the last train length of tokens",
@@ -199,33 +180,27 @@ PAPER = {
         methods=("rope", "alibi", "kerple", DAPE1X1, DAPE1X3),
         train_lengths=(512,),
         metric="delta",
-        claims=(
-            Claim(
-                "more context helps DAPE1x3-Kerple at every length (delta above 0)",
-                tuple(Less(0.0, Cell(DAPE1X3, 512, length)) for length in beyond(512)),
+        claims={
+            "more context helps DAPE1x3-Kerple at every length (delta above 0)": claim(
+                *(Less(0.0, Cell(DAPE1X3, 512, length)) for length in beyond(512))
             ),
-            Claim(
-                "it helps DAPE1x3-Kerple more than DAPE-Kerple (1x1)",
-                better(DAPE1X1, DAPE1X3, (512,), beyond),  # a lower delta is worse
+            "it helps DAPE1x3-Kerple more than DAPE-Kerple (1x1)": better(
+                DAPE1X1, DAPE1X3, (512,), beyond
+            ),  # a lower delta is worse
+            "more context harms RoPE at every length (delta below 0)": claim(
+                *(Less(Cell("rope", 512, length), 0.0) for length in beyond(512))
             ),
-            Claim(
-                "more context harms RoPE at every length (delta below 0)",
-                tuple(Less(Cell("rope", 512, length), 0.0) for length in beyond(512)),
+            "more context harms Kerple at the longest length (delta below 0)": claim(
+                Less(Cell("kerple", 512, 8192), 0.0)
             ),
-            Claim(
-                "more context harms Kerple at the longest length (delta below 0)",
-                (Less(Cell("kerple", 512, 8192), 0.0),),
-            ),
-        ),
+        },
     ),
     "table2": Experiment(
         title="comparison with baselines, trained at 1024",
         source="table 2, appendix B",
         methods=(*TABLE2_BASELINES, DAPE1X3),
         train_lengths=(1024,),
-        claims=(
-            Claim("DAPE1x3-Kerple is the best of all at every length", better(DAPE1X3, TABLE2_BASELINES, (1024,))),
-        ),
+        claims={"DAPE1x3-Kerple is the best of all at every length": better(DAPE1X3, TABLE2_BASELINES, (1024,))},
     ),
     "table3": Experiment(
         title="2.7B parameters",
@@ -233,12 +208,11 @@ PAPER = {
         methods=(*TABLE3_BASELINES, DAPE1X3),
         train_lengths=(512,),
         sizes=("2.7b",),
-        claims=(
-            Claim(
-                "DAPE1x3-Kerple is the best of all at every length up to 4096",
-                better(DAPE1X3, TABLE3_BASELINES, (512,), lambda t: lengths_from(t, 4096), size="2.7b"),
-            ),
-        ),
+        claims={
+            "DAPE1x3-Kerple is the best of all at every length up to 4096": better(
+                DAPE1X3, TABLE3_BASELINES, (512,), lambda t: lengths_from(t, 4096), size="2.7b"
+            )
+        },
     ),
     "table4": larger_kernels(4, 128),
     "table5": larger_kernels(5, 512),
@@ -249,39 +223,27 @@ PAPER = {
         train_lengths=(40,),
         tasks=tuple(CHE),
         metric="accuracy",
-        claims=(
-            Claim(
-                "DAPE1x3-Kerple is better than Kerple on 8 of 11 permutation-variant tasks",
-                outscores(DAPE1X3, "kerple", ORDERED_TASKS),
-                at_least=8,
+        claims={
+            "DAPE1x3-Kerple is better than Kerple on 8 of 11 permutation-variant tasks": outscores(
+                DAPE1X3, "kerple", ORDERED_TASKS, at_least=8
             ),
-            Claim(
-                "DAPE1x3-Kerple is better than Kerple on even pairs and on missing duplicate, two of the eight",
-                outscores(DAPE1X3, "kerple", ("even_pairs", "missing_duplicate_string")),
+            "DAPE1x3-Kerple is better than Kerple on even pairs and on missing duplicate, two of the eight": outscores(
+                DAPE1X3, "kerple", ("even_pairs", "missing_duplicate_string")
             ),
-            Claim(
-                "DAPE1x3-FIRE is better than FIRE on 6 of 11 permutation-variant tasks",
-                outscores("dape1x3-fire", "fire", ORDERED_TASKS),
-                at_least=6,
-                note=FIRE_NOTE,
+            "DAPE1x3-FIRE is better than FIRE on 6 of 11 permutation-variant tasks": outscores(
+                "dape1x3-fire", "fire", ORDERED_TASKS, at_least=6, note=FIRE_NOTE
             ),
-            Claim(
-                "on missing duplicate, DAPE1x3-Kerple is better than DAPE-Kerple (1x1)",
-                outscores(DAPE1X3, DAPE1X1, ("missing_duplicate_string",)),
+            "on missing duplicate, DAPE1x3-Kerple is better than DAPE-Kerple (1x1)": outscores(
+                DAPE1X3, DAPE1X1, ("missing_duplicate_string",)
             ),
-            Claim(
-                "on stack manipulation, DAPE-Kerple (1x1) is better than DAPE1x3-Kerple",
-                outscores(DAPE1X1, DAPE1X3, ("stack_manipulation",)),
+            "on stack manipulation, DAPE-Kerple (1x1) is better than DAPE1x3-Kerple": outscores(
+                DAPE1X1, DAPE1X3, ("stack_manipulation",)
             ),
-            Claim(
-                "on most tasks, the best of all methods is one with DAPE (1x1 or 1x3)",
-                outscores(TABLE6_DAPE, TABLE6_BASELINES, PRINTED_TASKS),
-                at_least=len(PRINTED_TASKS) // 2 + 1,
-                note=FIRE_NOTE,
+            "on most tasks, the best of all methods is one with DAPE (1x1 or 1x3)": outscores(
+                TABLE6_DAPE, TABLE6_BASELINES, PRINTED_TASKS, at_least=len(PRINTED_TASKS) // 2 + 1, note=FIRE_NOTE
             ),
-            Claim(
-                "with most tasks and biases, DAPE with one of the kernel sizes 1 and 3 is better than without DAPE",
-                tuple(
+            "with most tasks and biases, DAPE with one of the kernel sizes 1 and 3 is better than without DAPE": claim(
+                *(
                     Less(Score((bias,), task), Score((f"dape1x1-{bias}", f"dape1x3-{bias}"), task))
                     for bias in ADDITIVE
                     for task in PRINTED_TASKS
@@ -289,7 +251,7 @@ PAPER = {
                 at_least=len(ADDITIVE) * len(PRINTED_TASKS) // 2 + 1,
                 note=FIRE_NOTE,
             ),
-        ),
+        },
     ),
     "table7": Experiment(
         title="time of a training step",
@@ -299,47 +261,39 @@ PAPER = {
         sizes=("350m", "2.7b", "6.7b"),
         metric="step_ms",
         step_batch=1,
-        claims=(
-            Claim(
-                "the larger the model, the nearer Kerple's time is to DAPE1x3-Kerple's (ratio above 0.75, 0.82, 0.89)",
-                tuple(
+        claims={
+            NEARER_TIMES: claim(
+                *(
                     Less(Cell(DAPE1X3, 512, 512, size), Cell("kerple", 512, 512, size), 1 / ratio)
                     for size, ratio in (("350m", 0.75), ("2.7b", 0.82), ("6.7b", 0.89))
-                ),
-            ),
-        ),
+                )
+            )
+        },
     ),
     "table9": Experiment(
         title="against other methods whose positions depend on the data",
         source="table 9, appendix J",
         methods=("transformer-xl", "cope", DAPE1X1, DAPE1X3),
         train_lengths=(128,),
-        claims=(
-            Claim(
-                "DAPE1x3-Kerple is better than Transformer-XL at every length",
-                better(DAPE1X3, "transformer-xl", (128,)),
-            ),
-            Claim("DAPE1x3-Kerple is better than CoPE at every length", better(DAPE1X3, "cope", (128,))),
-        ),
+        claims={
+            "DAPE1x3-Kerple is better than Transformer-XL at every length": better(DAPE1X3, "transformer-xl", (128,)),
+            "DAPE1x3-Kerple is better than CoPE at every length": better(DAPE1X3, "cope", (128,)),
+        },
     ),
     "appendixE": Experiment(
         title="a wider kernel against more channels, at about the same cost",
         source="appendix E, section 4.6",
         methods=("dape1x3-kerple-c10", "dape1x3-kerple-c21", "dape1x1-kerple-c64"),
-        train_lengths=(128, 512),
-        claims=(
-            Claim(
-                "trained at 128, DAPE1x3 with 10 channels is better than DAPE (1x1) with 64 at 128 and 8192",
-                better("dape1x3-kerple-c10", "dape1x1-kerple-c64", (128,), lambda t: (t, 8192)),
+        claims={
+            "trained at 128, DAPE1x3 with 10 channels is better than DAPE (1x1) with 64 at 128 and 8192": better(
+                "dape1x3-kerple-c10", "dape1x1-kerple-c64", (128,), lambda t: (t, 8192)
             ),
-            Claim(
-                "trained at 512, DAPE1x3 with 10 channels is better than DAPE (1x1) with 64 up to 4096",
-                better("dape1x3-kerple-c10", "dape1x1-kerple-c64", (512,), lambda t: lengths_from(t, 4096)),
+            "trained at 512, DAPE1x3 with 10 channels is better than DAPE (1x1) with 64 up to 4096": better(
+                "dape1x3-kerple-c10", "dape1x1-kerple-c64", (512,), lambda t: lengths_from(t, 4096)
             ),
-            Claim(
-                "DAPE1x3 with 21 channels is better than DAPE (1x1) with 64 at every length",
-                better("dape1x3-kerple-c21", "dape1x1-kerple-c64"),
+            "DAPE1x3 with 21 channels is better than DAPE (1x1) with 64 at every length": better(
+                "dape1x3-kerple-c21", "dape1x1-kerple-c64"
             ),
-        ),
+        },
     ),
 }

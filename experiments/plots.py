@@ -3,6 +3,7 @@
 import io
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -11,6 +12,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter
 from matplotlib.typing import ColorType
 from PIL import Image
@@ -53,20 +55,16 @@ def experiment_figure(groups: list[Group]) -> Figure:
     """
     experiment = EXPERIMENTS[groups[0].experiment]
     compares = experiment.step_tokens is not None
-    papers = paper_groups(groups[0].experiment)
-    rows = [
-        (group, list(_by_panel(group.series, compares).items()))
-        for group in (*groups, *(paper for paper in papers if len(paper.lengths) > 1))
-    ]
+    papers = [paper for paper in paper_groups(groups[0].experiment) if len(paper.lengths) > 1]
+    rows = [(group, _panels(group.series, compares)) for group in (*groups, *papers)]
     if experiment.tasks:  # many panels: three in a row
         rows = [(group, panels[i : i + 3]) for group, panels in rows for i in range(0, len(panels), 3)]
     across = max(len(panels) for _, panels in rows)
     figure = Figure(figsize=(5.4 * across + 1.2, 3.6 * len(rows)), layout="constrained")
-    grid = figure.subplots(
-        len(rows), across, squeeze=False, sharey="row" if experiment.metric == "perplexity" else False
-    )
+    sharey = "row" if experiment.metric == "perplexity" else False
+    grid = figure.subplots(len(rows), across, squeeze=False, sharey=sharey)
     # Our methods first. The paper may have methods that are not finished here.
-    curves = dict.fromkeys(_curve(item, compares) for _, panels in rows for _, series in panels for item in series)
+    curves = dict.fromkeys(_curve(item, compares) for _, panels in rows for panel in panels for item in panel)
     styles = dict(zip(curves, styles_of([method for method, _ in curves]), strict=True))
     if compares:  # the longer the train length, the lighter the curve
         trained = sorted({length for _, length in curves})
@@ -78,15 +76,16 @@ def experiment_figure(groups: list[Group]) -> Figure:
             if panel is None:
                 axes.remove()
             else:
-                _draw_panel(axes, group, panel[1], experiment.metric, compares, styles)
+                _draw_panel(axes, group, panel, experiment.metric, compares, styles)
         if experiment.metric in ("perplexity", "delta"):
             for axes, _ in zip(row, panels, strict=False):
-                _scale_text_axes(axes, [item for _, series in panels for item in series])
+                _scale_text_axes(axes, [item for panel in panels for item in panel], experiment.metric)
+        for axes in row[1:] if sharey else ():
+            axes.set_ylabel("")  # it is that of the first panel
     if experiment.tasks:
-        series = [item for group in groups for item in group.series]
         methods = {method: None for group in groups for method in PRESETS[group.preset].on_tasks.methods}
-        missing = [task for task in experiment.tasks if task not in {item.task for item in series}]
-        missing += [method for method in methods if method not in {item.method for item in series}]
+        run = {name for group in groups for item in group.series for name in (item.task, item.method)}
+        missing = [name for name in (*experiment.tasks, *methods) if name not in run]
         figure.supxlabel(f"without a run: {', '.join(missing)}" if missing else "", fontsize=9)
     if experiment.metric == "step_ms":  # bars are labelled on the axis
         return figure
@@ -98,11 +97,11 @@ def experiment_figure(groups: list[Group]) -> Figure:
     return figure
 
 
-def _by_panel(series: Sequence[Series], compares: bool) -> dict[tuple[str, str, int], list[Series]]:
-    panels: dict[tuple[str, str, int], list[Series]] = {}
+def _panels(series: Sequence[Series], compares: bool) -> list[list[Series]]:
+    panels = defaultdict(list)
     for item in series:
-        panels.setdefault((item.task, item.size, 0 if compares else item.train_length), []).append(item)
-    return panels
+        panels[item.task, item.size, 0 if compares else item.train_length].append(item)
+    return list(panels.values())
 
 
 def _curve(series: Series, compares: bool) -> tuple[str, int]:
@@ -135,25 +134,33 @@ def _draw_panel(
 
 def _add_legend(axes: Axes, panels: Sequence[Axes]) -> None:
     """Add a legend with the curves of these panels to the right of one of them."""
-    lines = {
-        str(line.get_label()): line for panel in reversed(panels) for line in panel.get_lines()
-    }  # ours, not the paper's
-    labels = dict.fromkeys(str(line.get_label()) for panel in panels for line in panel.get_lines())
-    handles = [lines[label] for label in labels if not label.startswith("_")]
-    axes.legend(handles=handles, fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5), handlelength=4)
+    lines = dict[str, Line2D]()
+    for line in (line for panel in panels for line in panel.get_lines()):
+        lines.setdefault(str(line.get_label()), line)  # ours, not the paper's
+    handles = [line for label, line in lines.items() if not label.startswith("_")]
+    size = 9 if len(handles) < 15 else 7  # all of them fit beside one panel
+    axes.legend(handles=handles, fontsize=size, loc="center left", bbox_to_anchor=(1.01, 0.5), handlelength=3.5)
 
 
 def _draw_curve(axes: Axes, series: Series, divisor: int, name: str, style: dict[str, Any]) -> None:
-    """Plot the mean over seeds and their range; a single number is a marker."""
+    """Plot the mean over seeds and their range; a single number is a marker.
+
+    The line of a text has a gap where the paper gives no number for a doubling of the length.
+    """
     over_seeds = [series.over_seeds(length) for length in series.lengths]
     lengths = [length // divisor for length in series.lengths]
     width = 2.2 if series.method.startswith("dape") else 1.2
     sizes = {"markersize": 4, "linewidth": width} if len(lengths) > 1 else {"markersize": 7, "linestyle": ""}
-    axes.plot(lengths, drawn(mean_of(values) for values in over_seeds), label=name, **style | sizes)
+    x, y = [], []
+    for length, mean in zip(lengths, drawn(mean_of(values) for values in over_seeds), strict=True):
+        has_gap = bool(x) and not series.task and length > 2 * x[-1]
+        x += [length, length] if has_gap else [length]
+        y += [math.nan, mean] if has_gap else [mean]
+    axes.plot(x, y, label=name, **style | sizes)
     band(axes, lengths, [(min(values), max(values)) for values in over_seeds], style["color"])
 
 
-def _scale_text_axes(axes: Axes, series: list[Series]) -> None:
+def _scale_text_axes(axes: Axes, series: list[Series], metric: str) -> None:
     """Scale the axes of a panel for the curves of all panels that are compared with it."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
@@ -163,7 +170,7 @@ def _scale_text_axes(axes: Axes, series: list[Series]) -> None:
     if not curves:
         return
     low, top = min(map(min, curves)), max(map(max, curves))
-    if low > 0:
+    if metric == "perplexity":
         peaks = [max(means) for means in curves]
         usual = median(peaks)
         if usual < 2 * min(peaks) and top > 100 * usual:
@@ -185,45 +192,6 @@ def _scale_task_axes(axes: Axes, series: list[Series]) -> None:
     mark_train_lengths(axes, [series[0].train_length])
     axes.set_ylim(-3, 105)
     axes.set_xlabel("input length (symbols)")
-
-
-# ---- continued models
-
-
-def continued_figure(steps: Sequence[dict[str, Any]]) -> Figure:
-    """Draw perplexity by steps of continuation: a panel for each length, a line for each way to continue.
-
-    `steps` are those of `retrofit.json`; the original model is a horizontal line.
-    """
-    points: dict[str, list[dict[str, Any]]] = {}
-    for step in steps:
-        points.setdefault(step["way"], []).append(step)
-    lengths = list(steps[0]["perplexity"])
-    figure = Figure(figsize=(13, 5), layout="constrained")
-    panels = figure.subplots(1, len(lengths), sharey=True)
-    for axes, length in zip(panels, lengths, strict=True):
-        for (way, found), style in zip(points.items(), styles_of([_method_of(way) for way in points]), strict=True):
-            found = sorted(found, key=lambda step: step["percent"])
-            values = [step["perplexity"][length] for step in found]
-            if way.startswith("original"):
-                axes.axhline(
-                    values[0], color="black", linewidth=1.2, linestyle="--" if "yarn" in way else ":", label=way
-                )
-            else:
-                axes.plot([step["percent"] for step in found], values, label=way, markersize=5, **style)
-        axes.set(title=f"{int(length):,} bytes ({int(length) // int(lengths[0])} T)", xlabel="steps, % of the original")
-        axes.grid(alpha=0.3)
-    log_axis(panels[0])
-    panels[0].set_ylabel(f"perplexity of the last {lengths[0]} bytes")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9)
-    return figure
-
-
-def _method_of(way: str) -> str:
-    """Return the method of a way: "Kerple + DAPE1x3, only these" -> "dape1x3-kerple-only-these"."""
-    first, *suffix = way.split(", ")
-    *parts, last = first.split(" + ")
-    return "-".join([last, *parts, *suffix]).lower()
 
 
 # ---- all experiments
@@ -275,7 +243,7 @@ def gain_figure(found: Sequence[Gain]) -> Figure:
     panels[0].set_xticks([tick for tick in ticks if low <= tick <= high])
     panels[0].xaxis.set_major_formatter("{x:g}")
     panels[0].xaxis.set_minor_formatter(NullFormatter())
-    panels[0].set_yticks(list(labels), list(labels.values()), fontsize=7)
+    panels[0].set_yticks(list(labels), list(labels.values()), fontsize=8)
     panels[0].set_ylim(borders[-1], 0)
     panels[1].set_xlabel("perplexity with DAPE / perplexity without (95 % interval; below 1, DAPE is better)")
     handles = [panels[0].plot([], [], marker="o", color=color, label=where)[0] for where, color in colors.items()]

@@ -25,13 +25,12 @@ from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.data.store import DataConfig, TokenStore, follow_corpus
 from dape_jax.errors import require
-from dape_jax.evaluation import report
 from dape_jax.evaluation.perplexity import choose_windows
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory
 from dape_jax.storage import to_path
-from dape_jax.training.source import load_corpus
-from experiments.studies import interval, with_interval
+from dape_jax.training.source import load_corpora
+from experiments.studies import interval, save
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,22 +100,19 @@ def measure(store: TokenStore, settings: Settings, name: str) -> dict[str, Any]:
 def main(settings: Settings) -> None:
     """Measure all texts, print the table, write the files."""
     directory = make_results_directory(to_path(settings.output, "--output"), "--output")
-    results, rows = [], [["text", "context", "repeated", "predictable"]]
+    results = []
     for path in settings.data:
         fields = {"path": path, "tokenizer": None, "cache_dir": "data"}
         fields = follow_corpus({"data": fields, "model": {"vocab_size": None}})["data"]
-        corpus = load_corpus(DataConfig(**fields, validation_fraction=0.05, seed=0))
-        results.append(measure(corpus.validation, settings, path) | {"data": corpus.digest})
-        for each in results[-1]["lengths"]:
-            shown = f"{each['repeated']:.1%}", with_interval(each, "predicted", ".1%")
-            rows.append([path, f"{each['length']:,}", *shown])
+        corpora = load_corpora(DataConfig(**fields, validation_fraction=0.05, seed=0))
+        results.append(measure(corpora.validation[path], settings, path) | {"data": corpora.digest})
     caption = (
         f"Share of tokens whose last {settings.match} tokens occur in the context, and of those that copying the token "
         f"after their latest occurrence predicts. The last {settings.scored} tokens of held-out windows; 95 % "
         "bootstrap intervals over documents."
     )
     content = {"match": settings.match, "scored": settings.scored, "runs": results}
-    report.save("repetition", directory, content, caption, rows, None)
+    save("repetition", directory, content, caption)
 
 
 if __name__ == "__main__":

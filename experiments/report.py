@@ -4,7 +4,6 @@
     gains.json, gain.png      gain of DAPE over all experiments
     EXPERIMENT/report.json    verdicts and results of one experiment, by group
     EXPERIMENT/figure.png     its curves, and the paper's
-    retrofit/retrofit.png     continued models, from retrofit.json, if it exists
 
 Lengths in claims and groups are the paper's; tables and figures divide them by the preset's divisor.
 """
@@ -18,12 +17,12 @@ from typing import Any
 
 from dape_jax.errors import require
 from dape_jax.evaluation.report import FIXED_BELOW, json_values, markdown_table
-from dape_jax.files import read_json, write_json
+from dape_jax.files import write_json
 from dape_jax.tasks import TASKS
 from experiments.catalogue import EXPERIMENTS
 from experiments.gains import gains
-from experiments.methods import NOT_IN_PAPER, Cell, Less, Score
-from experiments.plots import UNITS, continued_figure, experiment_figure, gain_figure, write_png
+from experiments.methods import NOT_IN_PAPER, Cell, Claim, Less, Score
+from experiments.plots import UNITS, experiment_figure, gain_figure, write_png
 from experiments.runs import Group, lookup_in, mean_of, paper_groups, read_groups
 from experiments.verdicts import (
     MIN_SEEDS,
@@ -34,12 +33,11 @@ from experiments.verdicts import (
     difference,
     format_difference,
     in_units,
-    is_log,
     judge,
+    unbroken,
 )
 
-CONTINUED = "retrofit/retrofit.json"
-Judged = list[tuple[Group, list[Judgement]]]
+Content = dict[str, Any]  # of a claim, or of a group, in report.json
 
 
 def write(results: Path) -> Path:
@@ -51,77 +49,64 @@ def write(results: Path) -> Path:
     groups = read_groups(results)
     allowed = "must be a directory with finished runs (python -m experiments run)"
     require(bool(groups), "--results", str(results), allowed)
-    parts = [INTRODUCTION]
-    if gained := gains(groups):
-        write_png(results / "gain.png", gain_figure(gained))
-        write_json(results / "gains.json", {"gains": json_values([vars(each) for each in gained])})
-        parts += [GAIN, "![gain](gain.png)"]
-    if (results / CONTINUED).exists():
-        steps = read_json(results / CONTINUED)["steps"]
-        write_png((results / CONTINUED).with_suffix(".png"), continued_figure(steps))
-    judged = [(group, judge_all(group)) for group in groups]
+    if found := gains(groups):
+        write_png(results / "gain.png", gain_figure(found))
+        write_json(results / "gains.json", {"gains": json_values([vars(each) for each in found])})
+    contents = [(group, _content(group)) for group in groups]
     for name in dict.fromkeys(group.experiment for group in groups):
-        ours = [(group, items) for group, items in judged if group.experiment == name]
-        write_json(results / name / "report.json", json_values({group.name: _as_json(group, i) for group, i in ours}))
+        ours = [(group, content) for group, content in contents if group.experiment == name]
+        write_json(results / name / "report.json", json_values({group.name: content for group, content in ours}))
         write_png(results / name / "figure.png", experiment_figure([group for group, _ in ours]))
-    (results / "README.md").write_text(
-        "\n\n".join([*parts, f"{VERDICTS_TEXT}\n{_readme(judged)}"]) + "\n", encoding="utf-8"
-    )
+    claims = [(group, claim) for group, content in contents for claim in content["claims"]]
+    lines = [INTRODUCTION, "", *(GAIN, "", "![gain](gain.png)", "") * bool(found), *_readme(groups, claims)]
+    (results / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return results / "README.md"
 
 
-def judge_all(group: Group) -> list[Judgement]:
-    """Return the verdicts on the claims of a group's experiment."""
+def _content(group: Group) -> Content:
     experiment, lookup = EXPERIMENTS[group.experiment], lookup_in(group)
-    return [judge(claim, lookup, experiment.metric) for claim in experiment.claims]
-
-
-def _as_json(group: Group, judgements: list[Judgement]) -> dict[str, Any]:
+    claims = [
+        _claim(group, text, claim, judge(claim, lookup, experiment.metric)) for text, claim in experiment.claims.items()
+    ]
     series = [  # samples are in the runs
         {field: value for field, value in vars(each).items() if field != "samples" and value not in ("", {})}
         for each in group.series
     ]
-    return {"claims": [_claim_json(group, item) for item in judgements], "series": series, "about": group.about}
+    return {"claims": claims, "series": series, "about": group.about}
 
 
-def _claim_json(group: Group, item: Judgement) -> dict[str, Any]:
-    metric = EXPERIMENTS[group.experiment].metric
-
-    def numbers(found: Difference) -> dict[str, float]:
-        mean, low, high = in_units(found, metric)
-        return {"difference": mean, "low": low, "high": high, "seeds": found.num_seeds}
-
-    content: dict[str, Any] = {"claim": item.claim.text, "verdict": item.verdict}
-    content |= {"note": item.claim.note} if item.claim.note else {}
+def _claim(group: Group, text: str, claim: Claim, item: Judgement) -> Content:
+    """Return the verdict on a claim with its pairs, and the paper's difference of the deciding comparison, by text."""
+    content: Content = {"claim": text, "verdict": item.verdict} | ({"note": claim.note} if claim.note else {})
     if item.deciding is None:
         return content
-    content |= {"holding": item.holding, "contradicted": item.contradicted, "unit": "%" if is_log(metric) else ""}
-    content |= {"deciding": _describe(group, item.deciding.less)} | numbers(item.deciding)
+    metric = EXPERIMENTS[group.experiment].metric
+
+    def describe_in(less: Less, *, with_length: bool = True) -> str:
+        return describe(less, metric, divisor=group.divisor, sizes=group.sizes, with_length=with_length)
+
+    def numbers(found: Difference) -> Content:
+        *values, _ = in_units(found, metric)
+        return dict(zip(("difference", "low", "high"), values, strict=True)) | {"seeds": found.num_seeds}
+
+    less, (*_, unit) = item.deciding.less, in_units(item.deciding, metric)
+    content |= {"holding": item.num_pairs("holds"), "contradicted": item.num_pairs("contradicted"), "unit": unit}
+    content |= {"deciding": describe_in(less)} | numbers(item.deciding)
     content["pairs"] = [
-        {"pair": _describe(group, pair.weakest.less, with_length=False), "verdict": verdict}
-        | {"weakest": _describe(group, pair.weakest.less)}
+        {"pair": describe_in(pair.weakest.less, with_length=False), "verdict": pair.verdict}
+        | {"weakest": describe_in(pair.weakest.less)}
         | numbers(pair.weakest)
-        for pair, verdict in zip(item.pairs, item.of_pairs, strict=True)
+        for pair in item.pairs
     ]
-    return content | {"paper": _papers(group, item.deciding.less), "minutes": _minutes(group, item)}
-
-
-def _describe(group: Group, less: Less, *, with_length: bool = True) -> str:
-    metric = EXPERIMENTS[group.experiment].metric
-    return describe(less, metric, divisor=group.divisor, sizes=group.sizes, with_length=with_length)
-
-
-def _papers(group: Group, less: Less) -> dict[str, str]:
-    """Return the paper's difference of a comparison, by text."""
-    metric = EXPERIMENTS[group.experiment].metric
     papers = {paper.data: difference(less, lookup_in(paper), metric) for paper in paper_groups(group.experiment)}
-    return {text: format_difference(each, metric) for text, each in papers.items() if each is not None}
+    shown = {text: format_difference(*in_units(each, metric)) for text, each in papers.items() if each is not None}
+    return content | {"paper": shown, "minutes": _minutes(group, claim)}
 
 
-def _minutes(group: Group, item: Judgement) -> float:
+def _minutes(group: Group, claim: Claim) -> float:
     """Return the time that the runs which a claim compares took, over all seeds."""
     compared = set()
-    for side in (side for less in item.claim.comparisons for side in (less.low, less.high)):
+    for side in (side for less in claim.comparisons for side in (less.low, less.high)):
         if isinstance(side, Cell):
             compared.add((side.method, side.size, side.train_length))
         elif isinstance(side, Score):
@@ -161,84 +146,76 @@ training and evaluation took. In all other tables, values are the mean over seed
 far above most others."""
 
 VERDICT_HEADER = [
-    "| experiment | claim, with the paper's lengths | verdict | pairs that hold | reversed "
-    "| deciding comparison, with our lengths and sizes | ours | seeds | paper | minutes |",
-    "| --- | --- | --- | ---: | ---: | --- | --- | ---: | --- | ---: |",
+    "| experiment | claim, with the paper's lengths | verdict, pairs "
+    "| deciding comparison, with our lengths and sizes: ours | seeds | paper | minutes |",
+    "| --- | --- | --- | --- | ---: | --- | ---: |",
 ]
 
 
-def _readme(judged: Judged) -> str:
+def _readme(groups: Sequence[Group], claims: Sequence[tuple[Group, Content]]) -> list[str]:
+    """Return the lines of README.md on the verdicts, and those on each experiment."""
     sections, notes = [], defaultdict(list)
     for name, experiment in EXPERIMENTS.items():
-        for claim in experiment.claims:
-            notes[claim.note].append(f"{name}, {claim.text}")
-        if ours := [group for group, _ in judged if group.experiment == name]:
-            sections += ["", f"## {name}", "", f"{experiment.title} ({experiment.source})."]
+        for text, claim in experiment.claims.items():
+            notes[claim.note].append(f"{name}, {text}")
+        if ours := [group for group in groups if group.experiment == name]:
+            title = experiment.title[0].upper() + experiment.title[1:]
+            sections += ["", f"## {name}", "", f"{title} ({experiment.source})."]
             sections += [part for group in ours for part in ("", _section(group))]
             sections += ["", f"![{name}]({name}/figure.png)"]
             for paper in paper_groups(name):
                 sections += ["", _tables(paper, ", ".join(filter(None, ("**Paper**", paper.data))))]
     noted = [f"- {note} Claims: {'; '.join(claims)}." for note, claims in notes.items() if note]
-    return "\n".join(
-        [
-            *("", "### Claims of the paper", "", *_verdicts(judged, in_paper=True)),
-            *("", "### Questions that the paper leaves open", "", *_verdicts(judged, in_paper=False)),
-            *("", "### Claims with pairs of different verdicts", "", *_parts(judged)),
-            *("", "### Notes on claims", "", *noted, *sections),
-        ]
-    )
+    return [
+        *(VERDICTS_TEXT, "", "### Claims of the paper", "", *_verdicts(claims, in_paper=True)),
+        *("", "### Questions that the paper leaves open", "", *_verdicts(claims, in_paper=False)),
+        *("", "### Claims with pairs of different verdicts", "", *_parts(claims)),
+        *("", "### Notes on claims", "", *noted, *sections),
+    ]
 
 
-def _verdicts(judged: Judged, *, in_paper: bool) -> list[str]:
+def _verdicts(claims: Sequence[tuple[Group, Content]], *, in_paper: bool) -> list[str]:
     """Return lines on the claims of the paper's experiments, or of the others: counts, tested claims, untested ones."""
-    rows, untested, counts = [], [], Counter[str]()
-    for name, experiment in EXPERIMENTS.items():
-        if (experiment.source != NOT_IN_PAPER) != in_paper:
-            continue
-        tested = set()
-        for group, judgements in judged:
-            for item in judgements if group.experiment == name else ():
-                if item.deciding is not None:
-                    tested.add(item.claim.text)
-                    counts[item.verdict] += 1
-                    rows.append(_verdict_row(group, item))
-        if missing := [claim.text for claim in experiment.claims if claim.text not in tested]:
+    names = [name for name, each in EXPERIMENTS.items() if (each.source != NOT_IN_PAPER) == in_paper]
+    tested = [(group, claim) for group, claim in claims if group.experiment in names and "deciding" in claim]
+    counts, untested = Counter(claim["verdict"] for _, claim in tested), []
+    for name in names:
+        texts = {claim["claim"] for group, claim in tested if group.experiment == name}
+        if missing := [text for text in EXPERIMENTS[name].claims if text not in texts]:
             untested.append(f"- {name}: {'; '.join(missing)}.")
             counts["not tested"] += len(missing)
-    lines = [", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]) + "."]
-    lines += ["", *VERDICT_HEADER, *rows] if rows else []
+    words = {verdict: "hold" if verdict == "holds" and counts[verdict] > 1 else verdict for verdict in VERDICTS}
+    lines = [", ".join(f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict]) + "."]
+    lines += ["", *VERDICT_HEADER, *(_verdict_row(*each) for each in tested)] if tested else []
     return [*lines, "", "Not tested:", "", *untested] if untested else lines
 
 
-def _parts(judged: Judged) -> list[str]:
+def _parts(claims: Sequence[tuple[Group, Content]]) -> list[str]:
     """Return a line for each claim whose pairs have different verdicts, with the pairs of each verdict."""
     lines = []
-    for group, item in ((group, item) for group, judgements in judged for item in judgements):
+    for group, claim in claims:
         names = defaultdict(list)
-        for pair, verdict in zip(item.pairs, item.of_pairs, strict=True):
-            names[verdict].append(_describe(group, pair.weakest.less, with_length=False))
+        for pair in claim.get("pairs", ()):
+            names[pair["verdict"]].append(pair["pair"])
         if len(names) > 1:
             text = "; ".join(f"{verdict}: {', '.join(names[verdict])}" for verdict in VERDICTS if verdict in names)
-            lines.append(f"- {group.experiment} {group.title}, {item.claim.text}. {text[0].upper()}{text[1:]}.")
+            lines.append(f"- {group.experiment} {group.title}, {claim['claim']}. {text[0].upper()}{text[1:]}.")
     return lines or ["None."]
 
 
-def _verdict_row(group: Group, item: Judgement) -> str:
-    assert item.deciding is not None, item
-    metric = EXPERIMENTS[group.experiment].metric
+def _verdict_row(group: Group, claim: Content) -> str:
+    reversed_ = f", {claim['contradicted']} reversed" if claim["contradicted"] else ""
+    shown = format_difference(*(claim[field] for field in ("difference", "low", "high", "unit")))
     cells = [
         f"[{group.experiment}](#{group.experiment.lower()}) {group.title}",  # anchors are lower case
-        item.claim.text,
-        f"**{item.verdict}**",
-        f"{item.holding} of {len(item.pairs)}",
-        str(item.contradicted),
-        _describe(group, item.deciding.less),
-        format_difference(item.deciding, metric),
-        str(item.deciding.num_seeds),
-        "; ".join(" ".join(filter(None, each)) for each in _papers(group, item.deciding.less).items()),
-        f"{_minutes(group, item):.0f}",
+        claim["claim"],
+        f"**{claim['verdict']}**, {claim['holding']} of {len(claim['pairs'])} hold{reversed_}",
+        f"{claim['deciding']}: {shown}",
+        str(claim["seeds"]),
+        "; ".join(" ".join(filter(None, each)) for each in claim["paper"].items()),
+        f"{claim['minutes']:.0f}",
     ]
-    return f"| {' | '.join(cells)} |"
+    return f"| {' | '.join(map(unbroken, cells))} |"
 
 
 def _section(group: Group) -> str:
@@ -310,4 +287,5 @@ def format_spread(values: Sequence[float]) -> str:
         return ""
     mean, half = mean_of(values), (max(values) - min(values)) / 2
     form = ".2f" if abs(mean) < 1000 else ".0f" if abs(mean) < FIXED_BELOW else ".2g"
-    return f"{mean:{form}}" if len(values) == 1 or not math.isfinite(mean) else f"{mean:{form}} ± {half:{form}}"
+    spread = f" ±\N{NO-BREAK SPACE}{half:{form}}" if len(values) > 1 and math.isfinite(mean) else ""
+    return f"{mean:{form}}{spread}"

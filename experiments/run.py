@@ -36,7 +36,7 @@ from dape_jax.tasks import tapes
 from dape_jax.training.loop import train
 from dape_jax.training.metrics import read_metrics
 from dape_jax.training.source import load_corpora
-from experiments.catalogue import find_experiment
+from experiments.catalogue import EXPERIMENTS
 from experiments.methods import (
     METHODS,
     OVERRIDES,
@@ -98,23 +98,24 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
     train_lengths = tuple(length // divisor for length in experiment.train_lengths)
     for flag, given, allowed in (
         ("--preset", (settings.preset,), experiment.presets),
-        ("method of the experiment, in METHODS", experiment.methods, tuple(METHODS)),
         ("--methods", settings.methods, experiment.methods),
         ("--train_lengths", settings.train_lengths, train_lengths),
         ("--tasks", settings.tasks, experiment.tasks),
+        ("--data", (settings.data,), () if experiment.tasks else (settings.data,)),
     ):
-        for value in given:
-            expected = f"must be one of {list(allowed)}" if allowed else "must be empty"
+        expected = f"must be one of {list(allowed)}" if allowed else "must be empty"
+        for value in filter(None, given):
             require(value in allowed, flag, value, f"{expected} for this experiment")
-    on_text = not experiment.tasks
-    require(on_text or not settings.data, "--data", settings.data, "must be empty: tasks draw their own strings")
     preset = PRESETS[settings.preset]
+    on_tasks = (settings.tasks or preset.on_tasks.tasks, preset.on_tasks.methods)
+    tasks, methods = on_tasks if experiment.tasks else (("",), experiment.methods)
     runs = [
         _run(experiment, settings, seed, model)
         for seed, model in itertools.product(settings.seeds or preset.seeds, models_of(experiment))
-        if model[0] in (settings.methods or experiment.methods)
-        and model[2] // divisor in (settings.train_lengths or train_lengths)
-        and (on_text or (model[3] in (settings.tasks or preset.on_tasks.tasks) and model[0] in preset.on_tasks.methods))
+        if model.method in (settings.methods or methods)
+        and model.method in methods
+        and model.train_length // divisor in (settings.train_lengths or train_lengths)
+        and model.task in tasks
     ]
     selected, allowed = (settings.methods, settings.train_lengths), f"must select a run of preset {settings.preset!r}"
     require(bool(runs), "--methods, --train_lengths", selected, allowed)
@@ -122,8 +123,9 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
 
 
 def _run(experiment: Experiment, settings: Settings, seed: int, model: Model) -> Run:
-    method, paper_size, paper_length, task = model
-    preset, train_length = PRESETS[settings.preset], paper_length // length_divisor(experiment, settings.preset)
+    method, paper_size, task, paper_length = model
+    preset, divisor = PRESETS[settings.preset], length_divisor(experiment, settings.preset)
+    train_length = paper_length // divisor
     common: dict[str, Any] = {"method": method, "train_length": train_length, "seed": seed}
     common |= {"paper_train_length": paper_length, "paper_size": paper_size, "task": task}
     fields: dict[str, Any] = {"train.seed": seed, "data.seed": seed}
@@ -133,29 +135,27 @@ def _run(experiment: Experiment, settings: Settings, seed: int, model: Model) ->
         fields |= {"evaluation.num_sequences": tasks.num_sequences}
         argument = f"task={task},{METHODS[method]}"
         return Run(**common, lengths=tasks.lengths, recipe=tasks.recipe, argument=argument, overrides=fields)
-    batch = preset.batch
-    if batch is not None and experiment.step_tokens is not None:
-        batch = experiment.step_tokens // paper_length
     if experiment.step_batch is not None:
-        batch = experiment.step_batch
-    if batch is None and preset.step_tokens is not None:
-        batch = preset.step_tokens // train_length
-    fields |= {} if batch is None else {"train.batch_size": batch}
+        fields["train.batch_size"] = experiment.step_batch
+    elif preset.batch is not None:
+        of_experiment = experiment.step_tokens and experiment.step_tokens // paper_length
+        fields["train.batch_size"] = of_experiment or preset.batch
+    elif preset.step_tokens is not None:
+        fields["train.batch_size"] = preset.step_tokens // train_length
     size, data = preset.sizes[paper_size], settings.data or preset.data
     if "-rate" in method:
         factor = RATES[method[method.index("-rate") :]]
         fields["optimizer.learning_rate"] = factor * read_module(RECIPES / preset.recipe).LEARNING_RATES[size]
-    changes = OVERRIDES[method] if method in OVERRIDES else {}
+    fields |= preset.overrides | experiment.overrides | OVERRIDES.get(method, {})
     # If train lengths are compared, every model is evaluated from the shortest of them.
     shortest = min(experiment.train_lengths) if experiment.step_tokens else paper_length
-    divisor = paper_length // train_length
     return Run(
         **common,
         size=size,
         lengths=tuple(length // divisor for length in lengths_from(shortest, experiment.longest)),
         recipe=preset.recipe,
         argument=f"{size},{METHODS[method]},train_length={train_length}",
-        overrides=fields | preset.overrides | experiment.overrides | changes | ({"data.path": data} if data else {}),
+        overrides=fields | ({"data.path": data} if data else {}),
     )
 
 
@@ -216,7 +216,7 @@ class PlannedRun:
 
 def plan_runs(name: str, settings: Settings) -> list[PlannedRun]:
     """Return the runs of an experiment with their configs; see `run_experiment`."""
-    experiment = find_experiment(name)
+    experiment = EXPERIMENTS[name]
     runs = runs_of(experiment, settings)
     data = "" if experiment.tasks else settings.data or PRESETS[settings.preset].data
     allowed = f"must be the text to train on; the preset {settings.preset!r} has no default"
@@ -254,13 +254,11 @@ def run_experiment(name: str, settings: Settings) -> list[PlannedRun]:
         needed = {(item.data_digest, item.metric) for item in planned}
         every = [run for groups in stored.values() for runs in groups.values() for run in runs.values()]
         finished = {identity_of_stored(run): run for run in every if (run["data"], run["metric"]) in needed}
-        unfinished = []
-        for item in (item for item in planned if item.run.name not in own):
-            if item.identity() in finished:
-                logger.info("%s: stored already, by another experiment", item.run.name)
-                add_run(results, name, item.group, finished[item.identity()])
-            else:
-                unfinished.append(item)
+        missing = [item for item in planned if item.run.name not in own]
+        unfinished = [item for item in missing if item.identity() not in finished]
+        for item in (item for item in missing if item.identity() in finished):
+            logger.info("%s: stored already, by another experiment", item.run.name)
+            add_run(results, name, item.group, finished[item.identity()])
         logger.info("%s: %d runs, %d of them finished", name, len(planned), len(planned) - len(unfinished))
         if planned[0].metric == "step_ms":
             for item, content in _timings(planned, {item.run.name for item in unfinished}):
@@ -299,30 +297,24 @@ def _timings(planned: list[PlannedRun], unfinished: set[str]) -> Iterator[tuple[
 
 
 def evaluate_run(item: PlannedRun, workdir: Path) -> dict[str, Any]:
-    """Return the results of a trained model at the run's lengths, its FLOPs and its losses during training."""
-    lengths = item.run.lengths
-    if isinstance(item.config, TaskRunConfig):
-        stem, options = "accuracy", Options(lengths=lengths, num_sequences=item.config.evaluation.num_sequences)
+    """Return the results of a trained model at the run's lengths, its FLOPs, and its training curve.
+
+    The curve is the validation loss by step, in nats, and the median time of a step. Their product is the loss by
+    training time, without compilation, validation and checkpoints.
+    """
+    lengths, config, found = item.run.lengths, item.config, dict[str, Any]()
+    if isinstance(config, TaskRunConfig):
+        stem, options = "accuracy", Options(lengths=lengths, num_sequences=config.evaluation.num_sequences)
         evaluate_tasks([workdir], options, output=workdir)
     else:
-        stem = "delta" if item.metric == "delta" else "lengths"
+        stem, train = "delta" if item.metric == "delta" else "lengths", config.train
         evaluate([workdir], Options(lengths=lengths, protocol=item.metric), output=workdir)
-    (results,) = read_json(workdir / f"{stem}.json")["runs"]
-    found = {field: results[field] for field in ("documents", "lengths", "deltas") if field in results}
-    if isinstance(item.config, RunConfig):
-        train = item.config.train
-        per_token = model_flops_per_token(item.config.model, train.train_length, train.batch_size)
+        per_token = model_flops_per_token(config.model, train.train_length, train.batch_size)
         found["train_flops"] = per_token * train.train_length * train.batch_size * train.num_steps
-    return found | training_curve(workdir)
-
-
-def training_curve(workdir: Path) -> dict[str, Any]:
-    """Return the validation losses of a trained model by step, in nats, and the median time of a training step.
-
-    Their product is the loss by training time, without compilation, validation and checkpoints.
-    """
+    (results,) = read_json(workdir / f"{stem}.json")["runs"]
     scalars = read_metrics(workdir)
-    return {
+    return {field: results[field] for field in ("documents", "lengths", "deltas") if field in results} | {
+        **found,
         "validation_nats": {str(step): nats for step, nats in scalars["validation/loss_nats"].items()},
         "train_step_ms": 1000 * statistics.median(scalars["train/step_seconds"].values()),
     }
@@ -330,7 +322,7 @@ def training_curve(workdir: Path) -> dict[str, Any]:
 
 def step_milliseconds(configs: list[RunConfig]) -> list[dict[str, Any]]:
     """Return the median and quartiles of each model's step times on random tokens, measured in turns."""
-    from benchmarks.step import Step  # it imports this module
+    from benchmarks.step import Step  # imports settings of memory on a GPU, which are not those of training
 
     steps = [Step(config) for config in configs]
     with tqdm(total=TIMED_STEPS * len(steps), desc="timing", unit="step") as bar:

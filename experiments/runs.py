@@ -11,6 +11,7 @@ the paper's.
 
 import dataclasses
 import json
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -24,7 +25,6 @@ from flax.traverse_util import flatten_dict
 from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, read_run, resolved
 from dape_jax.evaluation.report import FIXED_BELOW
 from dape_jax.files import json_digest, write_atomically
-from dape_jax.storage import read_errors
 from experiments.catalogue import EXPERIMENTS
 from experiments.methods import NOT_IN_PAPER, PRESETS, Cell, Model, Score, length_divisor, models_of, paper_tables
 from experiments.verdicts import Lookup, Sample, is_log
@@ -83,8 +83,7 @@ def run_name(run: Run) -> str:
 
 def read_lines(file: Path) -> list[Run]:
     """Return the lines of a compressed file of JSON lines; none if it does not exist."""
-    with read_errors("results", str(file)):
-        return [json.loads(line) for line in zstd.decompress(file.read_bytes()).splitlines()] if file.exists() else []
+    return [json.loads(line) for line in zstd.decompress(file.read_bytes()).splitlines()] if file.exists() else []
 
 
 def write_lines(file: Path, lines: list[Run]) -> None:
@@ -94,11 +93,7 @@ def write_lines(file: Path, lines: list[Run]) -> None:
 
 
 def read_runs(results: Path) -> dict[str, dict[str, dict[str, Run]]]:
-    """Return the finished runs under a directory, by experiment, group and name.
-
-    Raises:
-        InputError: a file is damaged.
-    """
+    """Return the finished runs under a directory, by experiment, group and name."""
     lines = [(name, line) for name in EXPERIMENTS for line in read_lines(results / name / FILE)]
     stored = {(name, line["key"]): line for name, line in lines if "stored_in" not in line}
     found: dict[str, dict[str, dict[str, Run]]] = {name: {} for name in EXPERIMENTS}
@@ -184,12 +179,12 @@ class Group:
     @property
     def divisor(self) -> int:
         """Divisor of the paper's lengths in tables and figures."""
-        return length_divisor(EXPERIMENTS[self.experiment], self.preset) if self.about else 1
+        return length_divisor(EXPERIMENTS[self.experiment], self.preset)
 
     @property
     def sizes(self) -> dict[str, str]:
         """Names of sizes in tables and figures by the paper's: those of the recipe."""
-        return PRESETS[self.preset if self.about else "paper"].sizes
+        return PRESETS[self.preset].sizes
 
     @property
     def lengths(self) -> list[int]:
@@ -206,58 +201,48 @@ def read_groups(results: Path) -> list[Group]:
 def _group(name: str, group: str, runs: dict[str, Run]) -> Group:
     preset, _, data = group.partition("-")
     experiment, divisor = EXPERIMENTS[name], length_divisor(EXPERIMENTS[name], preset)
-    order, by_model, about = models_of(experiment), defaultdict[Model, list[Run]](list), []
-    for run in runs.values():
+    by_model, stored = defaultdict[Model, list[Run]](list), runs.values()
+    for run in stored:
         length = run["train_length"] if experiment.tasks else run["paper_train_length"]
-        model: Model = (run["method"], run.get("paper_size", ""), length, run.get("task", ""))
-        if model in order:  # else removed from the catalogue
-            by_model[model].append(run)
-            about.append(run)
+        by_model[Model(run["method"], run.get("paper_size", ""), run.get("task", ""), length)].append(run)
     series = []
-    for model in (model for model in order if model in by_model):
-        values: dict[int, dict[int, float]] = {}
-        samples: dict[int, dict[int, Sample]] = {}
-        for run in by_model[model]:
-            found = measured(run, experiment.metric)
-            values[run["seed"]] = {at * divisor: value for at, value in found.items()}
-            of_run = samples_of(run, experiment.metric, found)
-            samples[run["seed"]] = {at * divisor: sample for at, sample in of_run.items()}
-        last, seconds = by_model[model][-1], sum(run["wall_seconds"] for run in by_model[model])
-        more = {"train_flops": last.get("train_flops"), "num_steps": last["config"]["train"]["num_steps"]}
-        series.append(dataclasses.replace(_series(model, values, samples), seconds=seconds, **more))
-    facts = {field: sorted({json.dumps(run[field]) for run in about}) for field in PROVENANCE}
-    facts["wall_seconds"] = [run["wall_seconds"] for run in about]
+    for model in (model for model in models_of(experiment) if model in by_model):
+        of_model = by_model[model]
+        results = {run["seed"]: measured(run, experiment.metric, divisor) for run in of_model}
+        values = {seed: of_seed for seed, (of_seed, _) in results.items()}
+        samples = {seed: of_seed for seed, (_, of_seed) in results.items()}
+        more = {"train_flops": of_model[-1].get("train_flops")}
+        more |= {"num_steps": of_model[-1]["config"]["train"]["num_steps"]}
+        more |= {"seconds": sum(run["wall_seconds"] for run in of_model)}
+        series.append(dataclasses.replace(_series(model, values, samples), **more))
+    facts: dict[str, list[Any]] = {field: sorted({json.dumps(run[field]) for run in stored}) for field in PROVENANCE}
+    facts["wall_seconds"] = [run["wall_seconds"] for run in stored]
     if experiment.tasks:
-        facts["num_steps"] = sorted({run["config"]["train"]["num_steps"] for run in about})
-        facts["num_sequences"] = sorted({run["config"]["evaluation"]["num_sequences"] for run in about})
+        facts["num_steps"] = sorted({run["config"]["train"]["num_steps"] for run in stored})
+        facts["num_sequences"] = sorted({run["config"]["evaluation"]["num_sequences"] for run in stored})
     return Group(name, preset, data, facts, series)
 
 
-def measured(run: Run, metric: str) -> dict[int, float]:
-    """Return what a run measures, by length."""
+def measured(run: Run, metric: str, divisor: int) -> tuple[dict[int, float], dict[int, Sample]]:
+    """Return the results of a run by the paper's length, and their samples: a row for each window or step.
+
+    A task has no samples, because its lengths are the units of the bootstrap.
+    """
     if metric == "step_ms":
-        return {run["train_length"]: float(run["step_ms"])}
+        times, at = np.array(run["step_ms_each"], float), divisor * run["train_length"]
+        return {at: float(run["step_ms"])}, {at: Sample(tuple(range(len(times))), np.log(times)[:, None])}
     if metric == "accuracy":
-        return {int(result["length"]): 100 * float(result["accuracy"]) for result in run["lengths"]}
-    results, field = (run["deltas"], "delta") if metric == "delta" else (run["lengths"], "perplexity")
-    return {int(result["length"]): float(result[field]) for result in results}
-
-
-def samples_of(run: Run, metric: str, values: dict[int, float]) -> dict[int, Sample]:
-    """Return the sample at each length: one row per window or step, or only the value for files of older versions."""
-    if metric in ("perplexity", "delta") and "documents" in run:
-        units, rows = tuple(run["documents"]), {}
-        for result in run["lengths"]:
-            tokens_each = result["num_tokens"] / result["num_windows"]
-            rows[int(result["length"])] = np.array([float(nats) for nats in result["window_nats"]]) / tokens_each
-        if metric == "perplexity":
-            return {length: Sample(units, nats[:, None]) for length, nats in rows.items()}
-        local = rows[run["train_length"]]
-        return {length: Sample(units, np.stack([local, rows[length]], axis=1)) for length in values}
-    if metric == "step_ms" and "step_ms_each" in run:
-        times = np.array(run["step_ms_each"], float)
-        return {length: Sample(tuple(range(len(times))), np.log(times)[:, None]) for length in values}
-    return {length: _of_value(value, metric) for length, value in values.items()}
+        return {result["length"]: 100 * result["accuracy"] for result in run["lengths"]}, {}
+    units, rows = tuple(run["documents"]), dict[int, np.ndarray]()
+    for result in run["lengths"]:
+        tokens_each = result["num_tokens"] / result["num_windows"]
+        rows[result["length"]] = np.array([float(nats) for nats in result["window_nats"]]) / tokens_each
+    if metric == "perplexity":
+        values = {divisor * result["length"]: float(result["perplexity"]) for result in run["lengths"]}
+        return values, {divisor * length: Sample(units, nats[:, None]) for length, nats in rows.items()}
+    values = {divisor * result["length"]: float(result["delta"]) for result in run["deltas"]}
+    local = rows[run["train_length"]]
+    return values, {at: Sample(units, np.stack([local, rows[at // divisor]], axis=1)) for at in values}
 
 
 def mean_of(values: Sequence[float]) -> float:
@@ -265,21 +250,13 @@ def mean_of(values: Sequence[float]) -> float:
     return fmean(values) if max(map(abs, values)) < FIXED_BELOW else sum(values) / len(values)
 
 
-def _of_value(value: float, metric: str) -> Sample:
-    with np.errstate(divide="ignore"):
-        return Sample.of_value(float(np.log(value)) if is_log(metric) else value)
-
-
-def _series(
-    model: Model, values: dict[int, dict[int, float]], samples: dict[int, dict[int, Sample]] | None = None
-) -> Series:
-    method, size, train_length, task = model
+def _series(model: Model, values: dict[int, dict[int, float]], samples: dict[int, dict[int, Sample]]) -> Series:
     means: dict[bool, dict[int, float]] = {False: {}, True: {}}  # of lengths beyond the train length, or not
-    for seed, by_length in values.items() if task else ():
+    for seed, by_length in values.items() if model.task else ():
         for is_beyond, of_seed in means.items():
-            if chosen := [value for length, value in by_length.items() if (length > train_length) == is_beyond]:
+            if chosen := [value for length, value in by_length.items() if (length > model.train_length) == is_beyond]:
                 of_seed[seed] = fmean(chosen)
-    return Series(method, size, task, train_length, values, means[False], means[True], samples or {})
+    return Series(*model, values, means[False], means[True], samples)
 
 
 def lookup_in(group: Group) -> Lookup:
@@ -309,23 +286,18 @@ def _beyond(series: Series, seed: int) -> Sample:
 
 def paper_groups(name: str) -> list[Group]:
     """Return the paper's numbers of an experiment as runs with one seed, one group per text."""
-    experiment, tables = EXPERIMENTS[name], paper_tables()
-    if experiment.tasks:
-        table = tables["table6"]
-        printed = {
-            (method, row["task"]): float(accuracy)
-            for row in table["tasks"]
-            for method, accuracy in zip(table["methods"], row["accuracy"], strict=True)
-        }
-        series = [
-            Series(method, size, task, train_length, {}, beyond={0: printed[method, task]})
-            for method, size, train_length, task in models_of(experiment)
-            if (method, task) in printed
-        ]
-        return [Group(name, "paper", "", {}, series)]
+    experiment, tables, batch = EXPERIMENTS[name], paper_tables(), PRESETS["paper"].batch
     if experiment.overrides or experiment.source == NOT_IN_PAPER:
         return []
-    batch = PRESETS["paper"].batch
+    if experiment.tasks:
+        table = tables["table6"]
+        printed = {row["task"]: dict(zip(table["methods"], row["accuracy"], strict=True)) for row in table["tasks"]}
+        series = [
+            Series(*model, {}, beyond={0: printed[model.task][model.method]})
+            for model in models_of(experiment)
+            if model.task in printed
+        ]
+        return [Group(name, "paper", "", {}, series)]
     assert batch is not None
     curves: dict[str, dict[Model, dict[int, float]]] = {"arxiv": defaultdict(dict), "books3": defaultdict(dict)}
     for curve in tables["curves"]:
@@ -333,14 +305,16 @@ def paper_groups(name: str) -> list[Group]:
         usual = batch * curve["train_length"]
         step_tokens = curve["step_tokens"] if "step_tokens" in curve else usual
         if curve["metric"] == experiment.metric and step_tokens == (experiment.step_tokens or usual):
-            model = (curve["method"], curve["size"], curve["train_length"], "")
+            model = Model(curve["method"], curve["size"], "", curve["train_length"])
             curves[curve["dataset"]][model] |= {int(length): value for length, value in curve["values"].items()}
     groups = []
     for text, of_text in curves.items():
-        series = [
-            _series(model, {0: values}, {0: {at: _of_value(value, experiment.metric) for at, value in values.items()}})
-            for model in models_of(experiment)
-            if (values := of_text.get(model))
-        ]
+        series = []
+        for model in (model for model in models_of(experiment) if model in of_text):
+            samples = {
+                at: Sample.of_value(math.log(value) if is_log(experiment.metric) else value)
+                for at, value in of_text[model].items()
+            }
+            series.append(_series(model, {0: of_text[model]}, {0: samples}))
         groups += [Group(name, "paper", text, {}, series)] if series else []
     return groups

@@ -1,4 +1,4 @@
-"""Parts of the studies of trained language models: `needle.py` and `copying.py`."""
+"""Parts of the studies of texts and trained models: `needle.py`, `copying.py` and `repetition.py`."""
 
 import dataclasses
 from typing import Any
@@ -9,6 +9,7 @@ from jaxtyping import Float64, Int
 
 from dape_jax.config import RunConfig
 from dape_jax.data.store import TokenStore
+from dape_jax.evaluation import report
 from dape_jax.evaluation.perplexity import ScoredWindow, choose_windows, common_text
 from dape_jax.evaluation.statistics import bootstrap_interval, ratio_of_sums
 from dape_jax.evaluation.trained import TrainedModel, named_apart, read_trained
@@ -67,7 +68,14 @@ def interval(
     return {"low": low, "high": high}
 
 
-def with_interval(row: dict[str, Any], field: str, form: str = ".2f", unit: str = "") -> str:
-    """Return a number of a table with its interval, if it has one."""
-    shown = "" if row["low"] is None else f" [{row['low']:{form}}, {row['high']:{form}}]"
-    return f"{row[field]:{form}}{unit}{shown}"
+def save(stem: str, directory: epath.Path, content: dict[str, Any], caption: str) -> None:
+    """Write the JSON of a study, and print a table with a row for each record of its runs."""
+    first = content["runs"][0]["lengths"][0]
+    rows = [["name", *first]]
+    for run in content["runs"]:
+        rows += [[run["name"], *map(_shown, record.values())] for record in run["lengths"]]
+    report.save(stem, directory, content, report.Table(caption, rows))
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -4,6 +4,7 @@
 date. A block is an HTML comment, so that only its output is shown.
 """
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -15,40 +16,31 @@ from typing import Any
 
 from dape_jax.evaluation.figures import table_of
 from dape_jax.evaluation.options import Options
+from dape_jax.evaluation.report import with_interval
 from dape_jax.fields import sections
 from dape_jax.hardware import mfu
 from dape_jax.model.flops import model_flops_per_token
 from dape_jax.planning.plan import run_to_plan
 from dape_jax.recipes import read_config
-from dape_jax.storage import read_errors
 from experiments.catalogue import EXPERIMENTS
 from experiments.methods import NOT_IN_PAPER, paper_tables
 from experiments.runs import read_runs
-from experiments.studies import with_interval
+from experiments.verdicts import format_difference, unbroken
 
 RESULTS = Path(__file__).parents[1] / "results"
-NAMES = {
-    "nope": "NoPE",
-    "rope": "RoPE",
-    "t5": "T5",
-    "alibi": "ALiBi",
-    "kerple": "Kerple",
-    "fire": "FIRE",
-    "dape1x1-kerple": "DAPE1x1-Kerple",
-    "dape1x3-kerple": "DAPE1x3-Kerple",
-    "dape1x3-rope": "DAPE1x3-RoPE",
-    "kerple-8500-steps": "Kerple, 8,500 steps",
-}
+NAMES = {"nope": "NoPE", "rope": "RoPE", "t5": "T5", "alibi": "ALiBi", "kerple": "Kerple", "fire": "FIRE"}
+NAMES |= {f"dape1x{n}-{base}": f"DAPE1x{n}-{NAMES[base]}" for n in (1, 3) for base in ("rope", "kerple")}
+NAMES["kerple-8500-steps"] = "Kerple, 8,500 steps"
 PAIR = ("kerple", "dape1x3-kerple")
+NO_NUMBER = ("", "NaN", "not run", "refused", "does not fit")  # in columns of numbers
 Row = dict[str, Any]
 
 
 @cache
 def read(name: str) -> Any:
     """Return the content of a JSON file in results/, a list of its lines for JSON lines."""
-    with read_errors("results", str(RESULTS / name)):
-        text = (RESULTS / name).read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines()] if name.endswith(".jsonl") else json.loads(text)
+    text = (RESULTS / name).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()] if name.endswith(".jsonl") else json.loads(text)
 
 
 def select(rows: Iterable[Row], **wanted: Any) -> Row:
@@ -57,12 +49,14 @@ def select(rows: Iterable[Row], **wanted: Any) -> Row:
     return row
 
 
-def table(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
-    """Return a Markdown table; the columns after the first whose cells are all numbers or empty are right-aligned."""
+def table(header: Iterable[Any], rows: Iterable[Iterable[Any]], *, is_text: bool = False) -> str:
+    """Return a Markdown table. Columns of numbers after the first are right-aligned, unless `is_text`."""
     names = [f"{int(name):,}" if str(name).isdigit() else name for name in header]
-    # An interval is not broken between its ends, whatever the width of the page.
-    cells = [[re.sub(r"(\[[^][]*,) ", "\\1\N{NO-BREAK SPACE}", str(cell)) for cell in row] for row in rows]
-    numeric = [i > 0 and all(not row[i] or row[i][0] in "+-<0123456789" for row in cells) for i in range(len(names))]
+    cells = [[str(cell) if is_text else unbroken(str(cell)) for cell in row] for row in rows]
+    numeric = [
+        bool(i) and not is_text and all(cell in NO_NUMBER or cell[0] in "+-<0123456789" for cell in column)
+        for i, column in enumerate(zip(*cells, strict=True))
+    ]
     rule = ["---:" if is_numeric else "---" for is_numeric in numeric]
     return "\n".join("| " + " | ".join(row) + " |" for row in (names, rule, *cells))
 
@@ -72,18 +66,23 @@ def plain(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
+def fixed(values: Iterable[float], digits: int = 2, unit: str = "") -> list[str]:
+    """Return cells of numbers with a fixed number of digits after the point."""
+    return [f"{value:,.{digits}f}{unit}" for value in values]
+
+
 # ---- experiments
 
 
 def seeds_of(experiment: str, method: str, train_length: int, length: int, group: str) -> list[float]:
     """Return the result of each seed at a length; lengths are ours, which are the paper's over four in all groups."""
-    groups = read(f"{experiment}/report.json")
+    groups, at = read(f"{experiment}/report.json"), str(4 * length)
     return [
-        values[str(4 * length)]
+        values[at]
         for series in (groups[group]["series"] if group in groups else ())
         if (series["method"], series["train_length"]) == (method, 4 * train_length)
         for values in series["values"].values()
-        if str(4 * length) in values
+        if at in values
     ]
 
 
@@ -101,7 +100,7 @@ def converged(text: str) -> str:
     """Return the table of `converged`: means over seeds after fifty tokens per parameter, trained at 64 and 128."""
     methods = ("rope", "dape1x3-rope", "alibi", "kerple", "kerple-8500-steps", "dape1x1-kerple", "dape1x3-kerple")
     rows, lengths = [], (64, 128, 512, 4096)
-    for trained, method in ((trained, method) for trained in (64, 128) for method in methods):
+    for trained, method in itertools.product((64, 128), methods):
         experiment = "equal_time" if method.endswith("steps") else "converged"
         values = [seeds_of(experiment, method, trained, length, f"converged-{text}") for length in lengths]
         if any(values):
@@ -113,30 +112,26 @@ def converged(text: str) -> str:
 def larger() -> str:
     """Return the table of the models with 25 million parameters, seed 0."""
     lengths = (256, 512, 1024, 4096, 16384)
-    rows = [
-        [NAMES[method], *(f"{larger_values(method)[str(length)]:.2f}" for length in lengths)]
-        for method in ("rope", *PAIR)
-    ]
+    rows = ([NAMES[method], *larger_values(method, *lengths)] for method in ("rope", *PAIR))
     return table(["perplexity per byte at", *lengths], rows)
 
 
-def larger_values(method: str) -> dict[str, float]:
-    """Return the perplexities of seed 0 with 25 million parameters, by length."""
-    return select(read("larger/report.json")["25m-math"]["series"], method=method)["values"]["0"]
+def larger_values(method: str, *lengths: int) -> list[str]:
+    """Return the perplexities of seed 0 with 25 million parameters."""
+    values = select(read("larger/report.json")["25m-math"]["series"], method=method)["values"]["0"]
+    return fixed(values[str(length)] for length in lengths)
 
 
 def table6() -> str:
     """Return our accuracies of table 6, mean and range over seeds, within and beyond the train lengths; the paper's."""
     methods, printed = ("kerple", "dape1x1-kerple", "dape1x3-kerple"), paper_tables()["table6"]
     papers = {row["task"]: dict(zip(printed["methods"], row["accuracy"], strict=True)) for row in printed["tasks"]}
-    ours: dict[str, dict[str, Row]] = {}
-    for each in read("table6/report.json")["small"]["series"]:
-        ours.setdefault(each["task"], {})[each["method"]] = each
+    ours = {(each["task"], each["method"]): each for each in read("table6/report.json")["small"]["series"]}
     rows = []
-    for task, part in ((task, part) for task in ours for part in ("within", "beyond")):
-        values = [list(ours[task][method][part].values()) if method in ours[task] else [] for method in methods]
+    for task, part in itertools.product(dict.fromkeys(task for task, _ in ours), ("within", "beyond")):
+        values = [list(ours[task, method][part].values()) if (task, method) in ours else [] for method in methods]
         shown = [f"{fmean(v):.1f} ({min(v):.1f} to {max(v):.1f})" if v else "not run" for v in values]
-        paper = ", ".join(f"{papers[task][method]:.2f}" for method in methods) if part == "beyond" else ""
+        paper = ", ".join(fixed(papers[task][method] for method in methods)) if part == "beyond" else ""
         rows.append([f"`{task}`", "1 to 40" if part == "within" else "41 to 500", *shown, paper])
     return table(["task", "lengths", *(NAMES[method] for method in methods), "in the paper"], rows)
 
@@ -145,10 +140,12 @@ def table6() -> str:
 
 
 def evaluation(name: str, baseline: str | None = None) -> str:
-    """Return the table that `eval.py` prints for DIRECTORY/lengths.json, delta.json or positions.json."""
-    _, (_, (header, *rows), _) = table_of(
-        name.rpartition("/")[2], read(f"{name}.json")["runs"], Options(baseline=baseline)
-    )
+    """Return the table that `eval.py` prints for DIRECTORY/lengths.json, delta.json or positions.json.
+
+    With a baseline, it has a column for each row that is printed, because differences are long.
+    """
+    _, (_, rows, _) = table_of(name.rpartition("/")[2], read(f"{name}.json")["runs"], Options(baseline=baseline))
+    header, *rows = zip(*rows, strict=True) if baseline else rows
     return table(header, rows)
 
 
@@ -158,7 +155,7 @@ def accuracies(name: str, lengths: Sequence[int]) -> str:
     several = len({run["task"] for run in results}) > 1
     for run in results:
         at_lengths = [select(run["lengths"], length=length)["accuracy"] for length in lengths]
-        values = (f"{100 * value:.2f}" for value in (run["trained"], run["score"], *at_lengths))
+        values = fixed(100 * value for value in (run["trained"], run["score"], *at_lengths))
         rows.append([run["name"], *[run["task"]] * several, *values])
     return table(["", *["task"] * several, "<= 40", "> 40", *lengths], rows)
 
@@ -168,7 +165,7 @@ def needle() -> str:
     lengths, rows = (128, 512, 2048), []
     for run in read("needle/needle.json")["runs"]:
         found = [select(run["lengths"], length=length, depth=0.0) for length in lengths]
-        rows.append([run["name"], *(with_interval(each, "decrease_nats") for each in found)])
+        rows.append([run["name"], *(with_interval(each, "decrease_nats", ".2f") for each in found)])
     return table(["nats per digit", *lengths], rows)
 
 
@@ -185,11 +182,10 @@ def copying(*texts: str) -> str:
 
 def repetition() -> str:
     """Return the share of bytes that copying from the context predicts, by its length."""
-    lengths = (64, 512, 4096)
-    rows = [
-        [run["name"], *(f"{100 * select(run['lengths'], length=at)['predicted']:.1f} %" for at in lengths)]
-        for run in read("repetition/repetition.json")["runs"]
-    ]
+    lengths, rows = (64, 512, 4096), []
+    for run in read("repetition/repetition.json")["runs"]:
+        shares = (100 * select(run["lengths"], length=length)["predicted"] for length in lengths)
+        rows.append([run["name"], *fixed(shares, 1, " %")])
     return table(["predictable by copying from", *(f"{length:,} bytes" for length in lengths)], rows)
 
 
@@ -198,7 +194,7 @@ def curves(text: str) -> str:
     stored, rows, steps = read_runs(RESULTS)["converged"][f"converged-{text}"], [], (300, 1200, 5000)
     for method in PAIR:
         losses = [stored[f"{method}-xs-T64-seed{seed}"]["validation_nats"] for seed in range(3)]
-        rows.append([NAMES[method], *(f"{fmean(of_seed[str(step)] for of_seed in losses):.3f}" for step in steps)])
+        rows.append([NAMES[method], *fixed((fmean(of_seed[str(step)] for of_seed in losses) for step in steps), 3)])
     return table([f"{text}, after steps", *steps], rows)
 
 
@@ -210,15 +206,15 @@ def evidence() -> str:
 
     def at(experiment: str, method: str, text: str) -> str:
         found = [seeds_of(experiment, method, 64, length, f"converged-{text}") for length in (64, 2048)]
-        return ", ".join(f"{fmean(seeds):.2f}" for seeds in found)
+        return ", ".join(fixed(map(fmean, found)))
 
     demo = [select(read("quickstart/lengths.json")["runs"], name=method)["lengths"] for method in PAIR]
-    of_demo = [", ".join(f"{select(of, length=length)['perplexity']:.2f}" for length in (64, 2048)) for of in demo]
+    of_demo = [", ".join(fixed(select(of, length=at)["perplexity"] for at in (64, 2048))) for of in demo]
     math, prose = ([at("converged", method, text) for method in PAIR] for text in ("math", "prose"))
     math[0] += f"; 1.7 times the steps: {at('equal_time', 'kerple-8500-steps', 'math')}"
-    large = [f"{larger_values(method)['256']:.2f}, {larger_values(method)['16384']:.2f}" for method in PAIR]
+    large = [", ".join(larger_values(method, 256, 16384)) for method in PAIR]
     recall = [select(read("recall/accuracy.json")["runs"], name=method) for method in PAIR]
-    scores = [f"{100 * run['score']:.2f} %" for run in recall]
+    scores = fixed((100 * run["score"] for run in recall), unit=" %")
     scores[0] += f" ({100 * recall[0]['trained']:.2f} % at the train lengths)"
     rows = (
         ("perplexity per byte at 64, the train length, and at 2,048 (one seed)", of_demo, "quickstart/lengths.json"),
@@ -234,7 +230,7 @@ def evidence() -> str:
     return table(["measurement", "DAPE1x3-Kerple", "Kerple", "numbers"], named)
 
 
-# One layer on a CPU: names in the raw file, and what they compute. A raw file of an older commit lacks "plain auto".
+# One layer on a CPU: names in the raw file, and what they compute.
 CPU_LAYERS = {
     "blockwise": "DAPE, here",
     "torch eager": "DAPE, PyTorch eager",
@@ -245,19 +241,17 @@ CPU_LAYERS = {
 }
 
 
-def cpu_layers(length: int) -> dict[str, Row]:
-    """Return time and memory of one layer on a CPU, forward and backward, in the order of `CPU_LAYERS`."""
-    rows = [row for row in read("attention/cpu.json")["rows"] if row["direction"] == "backward"]
-    found = {row["name"]: row for row in rows if row["length"] == length}
-    return {name: found[name] for name in CPU_LAYERS if name in found}
+def cpu_layers(length: int, field: str) -> dict[str, float]:
+    """Return time or memory of one layer on a CPU, forward and backward, in the order of `CPU_LAYERS`."""
+    rows, at = read("attention/cpu.json")["rows"], {"direction": "backward", "length": length}
+    return {name: select(rows, name=name, **at)[field] for name in CPU_LAYERS}
 
 
 def layer_times() -> str:
     """Return time and memory of one layer at 2,048 tokens."""
-    found = cpu_layers(2048)
-    seconds, mib = ({name: row[field] for name, row in found.items()} for field in ("min_ms", "peak_mib"))
-    rows = [[CPU_LAYERS[name], f"{seconds[name] / 1000:.2f} s", f"{mib[name]:,.0f} MiB"] for name in found]
-    ratios = [of["torch.compile"] / of["blockwise"] for of in (seconds, mib)]
+    ms, mib = (cpu_layers(2048, field) for field in ("min_ms", "peak_mib"))
+    rows = [[label, f"{ms[name] / 1000:.2f} s", f"{mib[name]:,.0f} MiB"] for name, label in CPU_LAYERS.items()]
+    ratios = [of["torch.compile"] / of["blockwise"] for of in (ms, mib)]
     fused, blockwise = (h100()["layers", f"{name}/2048/1/backward"]["min_ms"] for name in ("fused", "blockwise"))
     return (
         "One attention layer of the 125M model, forward and backward at 2,048 tokens in float32, on two CPU cores\n"
@@ -271,15 +265,10 @@ def layer_times() -> str:
 
 def layers_on_a_cpu() -> str:
     """Return time and memory of one layer on a CPU, beside PyTorch."""
-    rows = [
-        [label, *(f"{row[field]:,.0f} {unit}" for row in cpu_layers(length).values())]
-        for label, length, field, unit in (
-            ("512", 512, "min_ms", "ms"),
-            ("2,048", 2048, "min_ms", "ms"),
-            ("2,048, peak memory", 2048, "peak_mib", "MiB"),
-        )
-    ]
-    return table(["T", *(CPU_LAYERS[name] for name in cpu_layers(2048))], rows)
+    cases = (("512", 512, "min_ms", " ms"), ("2,048", 2048, "min_ms", " ms"))
+    cases = (*cases, ("2,048, peak memory", 2048, "peak_mib", " MiB"))
+    rows = ([label, *fixed(cpu_layers(at, field).values(), 0, unit)] for label, at, field, unit in cases)
+    return table(["T", *CPU_LAYERS.values()], rows)
 
 
 # ---- GPUs
@@ -295,7 +284,7 @@ def h100_layers() -> str:
     """Return times and memory of one layer on an H100, and how many times as fast as `blockwise` the kernel is."""
     layers, rows = {case: line for (_, case), line in h100().items() if "min_ms" in line}, []
     shapes = ((512, 1), (512, 16), (1024, 8), (2048, 1), (2048, 8), (4096, 2), (8192, 1))
-    for (length, batch), direction in ((shape, direction) for shape in shapes for direction in ("forward", "backward")):
+    for (length, batch), direction in itertools.product(shapes, ("forward", "backward")):
         names = ("fused", "blockwise", "dense", "torch.compile", "cudnn")
         found = [layers.get(f"{name}/{length}/{batch}/{direction}") for name in names]
         memory = [line and line["temporary_mib" if "temporary_mib" in line else "peak_mib"] for line in found]
@@ -314,7 +303,7 @@ def h100_correct() -> str:
     for dtype in ("bfloat16", "float32"):
         lines = [line for (group, _), line in h100("h100_correct").items() if group == f"correct-{dtype}"]
         assert all(line[name]["right"] and line[name]["same_bits"] for line in lines for name in names)
-        worst = [max(error for line in lines for error in line[name]["errors"].values()) for name in names]
+        worst = (max(error for line in lines for error in line[name]["errors"].values()) for name in names)
         rows.append([dtype, len(lines), *(f"{error:.2g}" for error in worst)])
     return table(["largest relative error", "shapes", *(f"`{name}`" for name in names)], rows)
 
@@ -338,41 +327,13 @@ def h100_steps() -> str:
 
 def cuda_compiled() -> str:
     """Return figures of the CUDA kernels of the 125M model's layer, compiled without a GPU."""
-    found = read("cuda_compiled/cuda_compiled.json")["rows"]
-    rows = []
-    for row in found:
-        if (row["heads"], row["head_dim"], row["channels"], row["width"]) == (12, 64, 32, 3):
-            figures = [
-                row["registers"],
-                f"{row['spilled_loads']:,}",
-                f"{row['shared_kib']:.0f} KiB",
-                f"{row['clocks']:.1f}",
-            ]
-            rows.append([row["architecture"], row["kernel"], row["tile"], *figures])
+    layer, rows = {"heads": 12, "head_dim": 64, "channels": 32, "width": 3}, []
+    for row in read("cuda_compiled/cuda_compiled.json")["rows"]:
+        if row.items() >= layer.items():
+            cells = [row[field] for field in ("architecture", "kernel", "tile", "registers")]
+            cells += [f"{row['spilled_loads']:,}", f"{row['shared_kib']:.0f} KiB", f"{row['clocks']:.1f}"]
+            rows.append(cells)
     return table(["GPU", "kernel", "tile", "registers", "spills", "shared memory", "clocks a pair"], rows)
-
-
-def gpu_compiled() -> str:
-    """Return launches, temporary memory and traffic of one layer, compiled for an H200."""
-    now, before = (read(f"gpu_compiled/{part}gpu_compiled.json")["rows"] for part in ("", "before/"))
-    columns = {
-        "`fused`": (now, "fused"),
-        "`fused`, 128 rows in each block (7520777)": (before, "fused"),
-        "`blockwise`, 128 rows": (now, "blockwise"),
-        "`dense`": (now, "dense"),
-        "cuDNN, no bias, no DAPE": (now, "cudnn"),
-    }
-
-    def shown(row: Row) -> str:
-        mib, gbyte = row["temporary_mib"], row["gbyte"]
-        memory = f"{mib:,.0f} MiB" if mib < 1e4 else f"{mib / 1024:,.0f} GiB"
-        return f"{row['launches']:,}; {memory}; {gbyte:,.{1 if gbyte < 1000 else 0}f} GB"
-
-    rows = []
-    for shape in ({"length": length, "batch": batch} for length in (512, 2048, 8192) for batch in (1, 8)):
-        cells = [select(of, implementation=name, direction="backward", **shape) for of, name in columns.values()]
-        rows.append([f"{shape['length']:,}", shape["batch"], *map(shown, cells)])
-    return table(["T", "B", *columns], rows)
 
 
 # ---- TPUs
@@ -394,17 +355,16 @@ def memory_and_times(row: Row) -> str:
 
 def tpu_implementations() -> str:
     """Return memory, traffic and estimated time of one layer on v5e by implementation."""
-    rows, parts = [], ("memory", "traffic", "time")
+    rows, parts = [], ("memory, MiB", "traffic, GB", "time, ms")
     for length in (2048, 8192, 32768, 131072):
-        fused, others = tpu("lengths", length=length, direction="backward"), ["blockwise", "naive"]
-        found = [fused, *(tpu(name, length=length) for name in others[: 2 if length <= 8192 else 1])]
+        fused = tpu("lengths", length=length, direction="backward")
         cells = []
-        for row in found:
-            if not row["fits"]:
+        for row in (fused, *(tpu(name, length=length) for name in ("blockwise", "naive")[: 1 + (length <= 8192)])):
+            if row["fits"]:
+                time = row["other_ms"] + (row["kernels_ms"] if row is fused else 0)
+                cells += [f"{row['temporary_mib']:,.0f}", plain(row["moved_gb"]), plain(time)]
+            else:
                 cells += ["does not fit", "", ""]
-                continue
-            time = row["other_ms"] + (row["kernels_ms"] if row is fused else 0)
-            cells += [f"{row['temporary_mib']:,.0f} MiB", f"{plain(row['moved_gb'])} GB", f"{plain(time)} ms"]
         rows.append([f"{length:,}", *cells, *[""] * (9 - len(cells))])
     names = ("fused", "blockwise", "dense")
     return table(["T", *(f"`{n}`: {part}" if part == parts[0] else part for n in names for part in parts)], rows)
@@ -425,7 +385,7 @@ def tpu_chips() -> str:
     """Return memory, times and seconds of compilation at T = 2,048 by chip and model."""
     models, rows = ("125m", "350m", "2.7b", "6.7b"), []
     for chip, topology in TOPOLOGIES.items():
-        found = [tpu("chips", topology=topology, model=model) for model in models]
+        found = (tpu("chips", topology=topology, model=model) for model in models)
         shown = (f"{memory_and_times(row)}, {row['compile_s']:.0f} s" if row["fits"] else "refused" for row in found)
         rows.append([chip, *shown])
     return table(["chip", *(model.upper() for model in models)], rows)
@@ -433,13 +393,11 @@ def tpu_chips() -> str:
 
 def tpu_long() -> str:
     """Return memory and times of longer sequences by chip."""
-    rows = []
+    rows, lengths = [], (8192, 131072)
     for chip in CHIPS:
         at = {"topology": TOPOLOGIES[chip]}
-        found = [
-            tpu("lengths", length=n, direction="backward") if chip == "v5e" else tpu(f"chips-{n}", **at)
-            for n in (8192, 131072)
-        ]
+        found = [tpu(f"chips-{length}", **at) for length in lengths if chip != "v5e"]
+        found = found or [tpu("lengths", length=length, direction="backward") for length in lengths]
         rows.append([chip, *map(memory_and_times, [*found, tpu("chips-6.7b-8192", **at)])])
     return table(["chip", "125M, T = 8,192", "125M, T = 131,072", "6.7B, T = 8,192"], rows)
 
@@ -449,33 +407,29 @@ def tpu_plain() -> str:
     rows = []
     for chip in CHIPS:
         found = [tpu("plain", topology=TOPOLOGIES[chip], processor=name) for name in ("plain", "dape")]
-        cells = []
-        for row in found:
-            cells += [
-                " + ".join(f"{ms:.2f}" for ms in row["kernels_of_passes_ms"]) + " ms",
-                f"{row['other_ms']:.2f} ms",
-            ]
-        kernels, both = [row["kernels_ms"] for row in found], [row["kernels_ms"] + row["other_ms"] for row in found]
-        rows.append([chip, *cells, *(f"{dape / without:.2f}" for without, dape in (kernels, both))])
+        cells = [
+            text
+            for row in found
+            for text in (f"{' + '.join(fixed(row['kernels_of_passes_ms']))} ms", f"{row['other_ms']:.2f} ms")
+        ]
+        kernels, both = [row["kernels_ms"] for row in found], [step_ms(row) for row in found]
+        rows.append([chip, *cells, *fixed(dape / without for without, dape in (kernels, both))])
     header = ("without a processor: kernels", "other", "DAPE1x3: kernels", "other", "ratio of kernels", "of both")
     return table(["chip", *header], rows)
 
 
 def tpu_steps() -> str:
     """Return estimated times of whole training steps, relative to DAPE1x3-Kerple, and the paper's."""
-    methods, rows = ("rope", "t5", "alibi", "kerple", "fire", "dape1x1-kerple"), []
-    for chip, model in ((chip, model) for chip in ("v5e", "v5p") for model in ("125m", "350m")):
-        found = read(f"step_cycles/{chip}-{model}/step_cycles.json")["rows"]
-        for length in (512, 2048, 8192):
-            ratios = [f"{select(found, length=length, method=method)['ratio']:.2f}" for method in methods]
-            ours = select(found, length=length, method="dape1x3-kerple")
-            share = f"{100 * ours['kernels_ms'] / step_ms(ours):.0f} %"
-            rows.append([model.upper(), chip, f"{length:,}", *ratios, f"{step_ms(ours):,.0f} ms", share])
+    methods, rows = ("rope", "t5", "alibi", "kerple", "fire", "dape1x1-kerple", "dape1x3-kerple"), []
+    for chip, model, length in itertools.product(("v5e", "v5p"), ("125m", "350m"), (512, 2048, 8192)):
+        *others, ours = step_rows(f"{chip}-{model}", length, methods, model)
+        share = f"{100 * ours['kernels_ms'] / step_ms(ours):.0f} %"
+        ratios = fixed(row["ratio"] for row in others)
+        rows.append([model.upper(), chip, f"{length:,}", *ratios, f"{step_ms(ours):,.0f} ms", share])
     printed = [each for each in paper_tables()["curves"] if (each["source"], each["size"]) == ("table 7", "350m")]
-    *others, ours = (select(printed, method=method)["values"]["512"] for method in (*methods, "dape1x3-kerple"))
-    ratios = [f"{each / ours:.2f}" for each in others]
-    rows.append(["350M", "paper, table 7", "512", *ratios, f"{ours:.0f} ms", ""])
-    return table(["model", "chip", "T", *(NAMES[m] for m in (*methods, "dape1x3-kerple")), "in its kernels"], rows)
+    *others, ours = (select(printed, method=method)["values"]["512"] for method in methods)
+    rows.append(["350M", "paper, table 7", "512", *fixed(each / ours for each in others), f"{ours:.0f} ms", ""])
+    return table(["model", "chip", "T", *(NAMES[method] for method in methods), "in its kernels"], rows)
 
 
 def step_rows(name: str, length: int, methods: Sequence[str], model: str = "350m") -> list[Row]:
@@ -485,69 +439,63 @@ def step_rows(name: str, length: int, methods: Sequence[str], model: str = "350m
 
 
 def step_ms(row: Row) -> float:
-    """Return the estimated time of a training step."""
+    """Return the estimated time of a training step, or of a layer."""
     return row["kernels_ms"] + row["other_ms"]
 
 
 def tpu_step_ratios() -> str:
-    """Return the estimated times of steps with Kerple and with DAPE1x3-Kerple on v5e, now and before."""
+    """Return the estimated times of steps with Kerple and with DAPE1x3-Kerple, now and before."""
 
-    def cells(rows: Iterable[Row]) -> list[str]:
-        plain, ours = map(step_ms, rows)
-        return [f"{plain:,.0f} ms", f"{ours:,.0f} ms", f"{ours / plain:.2f}"]
+    def cells(plain: Row, ours: Row) -> list[str]:
+        return [*fixed(map(step_ms, (plain, ours)), 0, " ms"), f"{step_ms(ours) / step_ms(plain):.2f}"]
 
-    lines = []
-    for model, length in ((model, length) for model in ("125m", "350m") for length in (128, 512, 2048, 8192)):
-        plain, ours = now = step_rows("v5e", length, PAIR, model)
-        old = cells(step_rows(f"v5e-{model}", length, PAIR, model)) if length > 128 else [""] * 3
-        differences = (ours[name] - plain[name] for name in ("kernels_ms", "other_ms"))
-        lines.append([model.upper(), f"{length:,}", *cells(now), *(f"{ms:.0f} ms" for ms in differences), *old[1:]])
-    names = (NAMES[method] for method in PAIR)
-    header = ["model", "T", *names, "ratio", "more in kernels", "elsewhere", "DAPE before", "ratio before"]
-    return table(header, lines)
+    rows = []
+    for chip, model, length in itertools.product(("v5e", "v5p"), ("125m", "350m"), (128, 512, 2048, 8192)):
+        plain, ours = step_rows(chip, length, PAIR, model)
+        old = cells(*step_rows(f"{chip}-{model}", length, PAIR, model)) if length > 128 else [""] * 3
+        differences = (f"{ours[name] - plain[name]:.0f} ms" for name in ("kernels_ms", "other_ms"))
+        rows.append([model.upper(), chip, f"{length:,}", *cells(plain, ours), *differences, *old])
+    names = [NAMES[method] for method in PAIR]
+    before = (f"{name} before" for name in (*names, "ratio"))
+    return table(["model", "chip", "T", *names, "ratio", "more in kernels", "elsewhere", *before], rows)
 
 
 def tpu_step_parts() -> str:
     """Return the times of the parts of a training step of 350M on v5e, and RoPE beside NoPE, DAPE beside Kerple."""
     found = step_rows("v5e-350m-rope", 512, ("nope", "rope", *PAIR)) + step_rows("v5e", 2048, PAIR)
-    rows, beside = [], {"rope": "nope", "dape1x3-kerple": "kerple"}
-    for row in found:
-        method, parts = row["method"], (row["kernels_ms"], row["matmuls_ms"], row["other_ms"] - row["matmuls_ms"])
-        cells, ratio = [f"{ms:,.0f} ms" for ms in (*parts, step_ms(row))], ""
-        if method in beside:
-            other = select(found, method=beside[method], length=row["length"])
-            ratio = f"{step_ms(row) / step_ms(other):.2f} {NAMES[beside[method]]}"
-        rows.append([NAMES[method], f"{row['length']:,}", *cells, ratio, f"{100 * row['mfu']:.0f} %"])
+    rows = []
+    for before, row in itertools.pairwise([found[0], *found]):
+        parts = (row["kernels_ms"], row["matmuls_ms"], row["other_ms"] - row["matmuls_ms"], step_ms(row))
+        is_beside = row["method"] in ("rope", "dape1x3-kerple")
+        ratio = f"{step_ms(row) / step_ms(before):.2f} {NAMES[before['method']]}" if is_beside else ""
+        cells = [*fixed(parts, 0, " ms"), ratio, f"{100 * row['mfu']:.0f} %"]
+        rows.append([NAMES[row["method"]], f"{row['length']:,}", *cells])
     return table(["method", "T", "kernels", "matmuls", "rest", "all", "ratio to", "MFU"], rows)
 
 
 def tpu_operations(length: int) -> str:
     """Return the ten most expensive operations of a training step outside kernels, without matmuls."""
-    columns = []
-    for row in step_rows("v5e", length, PAIR):
-        cells = []
-        for operation in row["operations"]:
-            path, name = operation["jax_name"].split("/"), operation["jax_name"].rpartition("/")[2]
-            again = (
-                "recomputed " if "rematted_computation" in path else "backward " if "transpose(jvp())" in path else ""
-            )
-            place = operation["source"].removeprefix("dape_jax/")
-            cells.append(
-                [f"{again}`{name or operation['name']}`, {place or 'by the compiler'}", f"{operation['ms']:.1f}"]
-            )
-        columns.append(cells)
+
+    def cells(operation: Row) -> list[str]:
+        path, _, name = operation["jax_name"].rpartition("/")
+        again = "recomputed " if "rematted_computation" in path else "backward " if "transpose(jvp())" in path else ""
+        place = operation["source"].removeprefix("dape_jax/")
+        text = f"{again}`{name or operation['name']}`, {f'`{place}`' if place else 'by the compiler'}"
+        return [text, f"{operation['ms']:.1f}"]
+
+    columns = [map(cells, row["operations"]) for row in step_rows("v5e", length, PAIR)]
     header = [name for method in PAIR for name in (NAMES[method], "ms")]
-    return table(header, [[cell for cells in line for cell in cells] for line in zip(*columns, strict=True)])
+    return table(header, (itertools.chain(*line) for line in zip(*columns, strict=True)))
 
 
 def precision() -> str:
     """Return the largest errors of the last row's scores in 16-bit dtypes, in nats."""
     rows, found = [], read("precision/precision.json")["rows"]
-    for bias, length in ((b, n) for b in ("alibi", "kerple", "kerple_power") for n in (512, 2048, 8192, 32768)):
+    for bias, length in itertools.product(("alibi", "kerple", "kerple_power"), (512, 2048, 8192, 32768)):
         bf16, f16 = (select(found, bias=bias, length=length, dtype=dtype) for dtype in ("bfloat16", "float16"))
         values = [*(row[field] for row in (bf16, f16) for field in ("as_written", "dape")), f16["float32"]]
-        rows.append([bias, f"{length:,}"])
-        rows[-1] += ["NaN" if x is None else "< 0.0001" if x < 5e-5 else plain(x) for x in values]
+        shown = ("NaN" if x is None else "< 0.0001" if x < 5e-5 else plain(x) for x in values)
+        rows.append([bias, f"{length:,}", *shown])
     return table(["bias", "T", "bfloat16: as written", "centred", "float16: as written", "centred", "float32"], rows)
 
 
@@ -556,62 +504,44 @@ def precision() -> str:
 
 def h100_utilisation() -> str:
     """Return a sentence on the model FLOPs utilisation of training on an H100."""
-    run = run_to_plan(read_config("configs/paper.py:125m,bias=kerple,processor=dape"), 32)
+    run = run_to_plan(read_config("configs/paper.py:125m,bias=kerple,processor=dape", ["--config.train.batch_size=32"]))
     rate = h100()["train", "fused"]["tokens_per_s"] * model_flops_per_token(run.model, run.train.train_length, 32)
-    share = mfu(rate, "NVIDIA H100 80GB HBM3", 1)
-    return (
-        f"An H100, 125M parameters, 32 x 512 tokens, DAPE1x3-Kerple, Triton kernel: {share:.0%} (`results/gpu/h100`)."
-    )
+    share = f"{mfu(rate, 'NVIDIA H100 80GB HBM3', 1):.0%}".replace("%", " %")
+    return f"An H100, 125M parameters, 32 x 512 tokens, DAPE1x3-Kerple, Triton kernel: {share} (`results/gpu/h100`)."
 
 
-def costs_of(content: Any, plan: Row) -> list[str]:
-    """Return the cells of a plan on the time of a step, and of all steps."""
-    step = [f"{1e3 * plan['step_seconds']:.0f} ms", f"{100 * plan['mfu']:.0f} %"]
-    return step + [f"{content['costs'][name]:,.1f}" for name in ("hours", "chip_hours")]
+COSTS = ("a step at least, ms", "MFU at most", "hours at 10 %", "chip-hours")
 
 
-COSTS = ("a step at least", "MFU at most", "hours at 10 %", "chip-hours")
+def best_plan(name: str) -> tuple[Row, Row, list[str]]:
+    """Return the content of a plan, its best mesh, and the cells of `COSTS` on the time of a step, and of all steps."""
+    content = read(f"planning/{name}/plan.json")
+    plan = content["plans"][content["best"]]
+    step = [f"{1e3 * plan['step_seconds']:.0f}", f"{100 * plan['mfu']:.0f} %"]
+    return content, plan, step + fixed((content["costs"][cost] for cost in ("hours", "chip_hours")), 1)
 
 
 def gpu_plans() -> str:
     """Return the plans of the paper's four sizes on GPUs: memory by formula, and costs of all steps."""
     rows = []
     for name in ("125m-h100", "350m-a100", "2.7b-h200", "6.7b-h100", "6.7b-b200"):
-        content = read(f"planning/{name}/plan.json")
-        plan = content["plans"][content["best"]]
+        content, plan, costs = best_plan(name)
         row = [name.partition("-")[0], content["topology"], plan["mesh"], plan["remat"]]
-        row += [f"{plan['peak_bytes'] / 2**30:.1f} GiB", f"{content['largest_batch']:,} x {plan['length']}"]
-        rows.append([*row, *costs_of(content, plan)])
-    return table(["model", "GPUs", "mesh", "remat", "peak", "largest batch", *COSTS], rows)
+        row += [f"{plan['peak_bytes'] / 2**30:.1f}", f"{content['largest_batch']:,} x {plan['length']}"]
+        rows.append([*row, *costs])
+    return table(["model", "GPUs", "mesh", "remat", "peak, GiB", "largest batch", *COSTS], rows)
 
 
 def plans() -> str:
     """Return the plans of the paper's four sizes on TPU slices: compiled memory, and costs of all steps."""
-    rows, gib = [], 2**30
+    rows = []
     for name in ("125m", "125m-blockwise", "125m-T8192", "350m", "2.7b", "6.7b", "6.7b-T4096"):
-        content = read(f"planning/{name}/plan.json")
-        plan = content["plans"][content["best"]]
+        content, plan, costs = best_plan(name)
         held = plan["held_bytes"]["parameters"] + plan["held_bytes"]["moments"]
-        row = [name, content["topology"], plan["mesh"], f"{plan['batch_size']} x {plan['length']}"]
-        row += [f"{held / gib:.2f} GiB", f"{plan['peak_bytes'] / gib:.2f} GiB"]
-        rows.append([*row, *costs_of(content, plan)])
-    header = ("model", "slice", "mesh", "batch x length", "parameters and moments", "peak")
+        row = [name, content["topology"], plan["mesh"].replace(",", ", "), f"{plan['batch_size']} x {plan['length']}"]
+        rows.append([*row, *fixed(each / 2**30 for each in (held, plan["peak_bytes"])), *costs])
+    header = ("model", "slice", "mesh", "batch x length", "state, GiB", "peak, GiB")
     return table([*header, *COSTS], rows)
-
-
-def sampling() -> str:
-    """Return the range, over tasks, of the time that a batch at length 40 takes."""
-    batches = [select(rows, length=40) for rows in read("tasks/sampling.json")["tasks"].values()]
-    milliseconds = [sum(batch[f"{part}_ms"] for part in ("sample", "solve", "tape")) for batch in batches]
-    return (
-        f"A batch of 128 strings of length 40 takes {min(milliseconds):.2g} to {max(milliseconds):.2g} ms, by task\n"
-        "(`python -m benchmarks.tasks`, `results/tasks/`)."
-    )
-
-
-def dispatch() -> str:
-    """Return a sentence on the host's work for a step."""
-    return f"The host's work for a step of 12 layers takes {read('dispatch/dispatch.json')['median_ms']['sum']:.1f} ms."
 
 
 def import_memory() -> str:
@@ -619,7 +549,8 @@ def import_memory() -> str:
     rows, names = [], ("Pythia 2.8B", "Llama 3 8B, 6 of its 32 layers")
     for name, model in zip(names, read("pretrained/import_memory.json")["models"], strict=True):
         parameters, largest, peak = (model[f"{x}_bytes"] for x in ("parameter", "largest_tensor", "peak_read"))
-        rows.append([name, *(f"{value / 1e9:.2f} GB" for value in (parameters, largest, peak, peak - parameters))])
+        sizes = (parameters, largest, peak, peak - parameters)
+        rows.append([name, *fixed((size / 1e9 for size in sizes), unit=" GB")])
     header = ["shapes", "parameters", "largest tensor, in float32", "peak of the import", "beyond the parameters"]
     return table(header, rows)
 
@@ -627,40 +558,35 @@ def import_memory() -> str:
 def continued() -> str:
     """Return perplexity by length after continuing a RoPE model in several ways."""
     lengths, found = (128, 256, 1024, 4096), read("retrofit/retrofit.json")["perplexity"]
-    rows = [[way, *(f"{values[str(length)]:.2f}" for length in lengths)] for way, values in found.items()]
+    rows = ([way, *fixed(values[str(length)] for length in lengths)] for way, values in found.items())
     return table(["continued as", *lengths], rows)
 
 
 def continued_pairs() -> str:
     """Return the paired differences of ways to continue, in per cent of perplexity."""
-    lengths, pairs = (128, 1024, 4096), read("retrofit/retrofit.json")["pairs"]
-    rows = [
-        [pair["way"], pair["against"]]
-        + [with_interval(pair["changes"][str(length)], "percent", "+.1f", " %") for length in lengths]
-        for pair in pairs
-    ]
+    lengths, rows = (128, 1024, 4096), []
+    for pair in read("retrofit/retrofit.json")["pairs"]:
+        found = [pair["changes"][str(length)] for length in lengths]
+        shown = (format_difference(each["percent"], each["low"], each["high"], "%") for each in found)
+        rows.append([pair["way"], pair["against"], *shown])
     return table(["", "against", *(f"at {length:,}" for length in lengths)], rows)
 
 
 def continued_steps() -> str:
     """Return perplexity by the number of steps of continuation."""
-    percents, steps = (2, 5, 10, 20, 40), read("retrofit/retrofit.json")["steps"]
-    rows = []
-    for way in ("RoPE", "Kerple", "Kerple + DAPE1x3", "ALiBi + DAPE1x3"):
-        found = [select(steps, way=way, percent=percent)["perplexity"] for percent in percents]
-        rows += [[way, f"{length:,}", *(f"{each[str(length)]:.2f}" for each in found)] for length in (128, 1024)]
+    percents, steps, rows = (2, 5, 10, 20, 40), read("retrofit/retrofit.json")["steps"], []
+    for way, length in itertools.product(("RoPE", "Kerple", "Kerple + DAPE1x3", "ALiBi + DAPE1x3"), (128, 1024)):
+        found = (select(steps, way=way, percent=percent)["perplexity"][str(length)] for percent in percents)
+        rows.append([way, f"{length:,}", *fixed(found)])
     return table(["continued as", "bytes", *(f"{percent} %" for percent in percents)], rows)
 
 
 def continued_recall() -> str:
     """Return the recall of a passage at the beginning of the sequence, and where the loss breaks."""
-    found = read("retrofit/retrofit.json")["recall"]
-    rows = [
-        [each["way"]]
-        + [f"{fmean(of_seeds):.2f}" for of_seeds in each["recall_nats"].values()]
-        + [", ".join(f"{at:,}" if at else "no" for at in each["breaks_at"])]
-        for each in found
-    ]
+    rows, found = [], read("retrofit/retrofit.json")["recall"]
+    for each in found:
+        breaks = ", ".join(f"{at:,}" if at else "no" for at in each["breaks_at"])
+        rows.append([each["way"], *fixed(map(fmean, each["recall_nats"].values())), breaks])
     lengths = (f"recall at {int(at):,}, nats" for at in found[0]["recall_nats"])
     return table(["continued as", *lengths, "breaks at"], rows)
 
@@ -670,18 +596,22 @@ def continued_recall() -> str:
 
 def config_fields() -> str:
     """Return the sections of the config, each with a table of its fields."""
-    header, parts, titles = ("field", "type", "default", "meaning", "allowed values"), [], list[str]()
+    header, parts, titles = ("field", "meaning", "default", "type", "allowed values"), [], list[str]()
     for section in sections():
         name, _, choice = section.name.partition(" = ")
         if name not in titles or not choice:
             parts.append(f"## `{name}`{' of a task' if name in titles else ''}")
         titles.append(name)
         parts.append(f"**`{choice}`.** {_prose(section.summary)}" if choice else _prose(section.summary))
-        rows = [[f"`{each.name}`", each.kind, *map(_prose, each[2:])] for each in section.fields]
-        parts += [table(header, rows)] if rows else []
+        rows = [
+            [f"`{name}`", *map(_prose, (meaning, default, kind, allowed))]
+            for name, kind, default, meaning, allowed in section.fields
+        ]
+        parts += [table(header, rows, is_text=True)] if rows else []
     return "\n\n".join(parts)
 
 
 def _prose(text: str) -> str:
-    """Return plain text as Markdown: code stays code, and no other character is markup."""
+    """Return plain text as Markdown: code stays code, an option is code, and no other character is markup."""
+    text = re.sub(r"(?<![`\w-])--\w+(?!`)", r"`\g<0>`", text)
     return re.sub(r"`[^`]*`|[*|<\\]", lambda found: found[0] if len(found[0]) > 1 else f"\\{found[0]}", text)

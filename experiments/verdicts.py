@@ -19,6 +19,7 @@ underestimate the spread. For step times the units that are drawn are steps, for
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -88,71 +89,58 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Comparisons of two models at all lengths, with joint p-values."""
+    """Verdict on two models at all lengths, and their comparison with the largest p-value."""
 
-    differences: tuple[Difference, ...]
-
-    @property
-    def p_holds(self) -> float:
-        """Return the p-value of "not all comparisons hold"."""
-        return max(each.p_less for each in self.differences)
-
-    @property
-    def p_contradicted(self) -> float:
-        """Return the p-value of "no comparison is reversed"."""
-        return min(1.0, len(self.differences) * min(each.p_more for each in self.differences))
-
-    @property
-    def weakest(self) -> Difference:
-        """Return the comparison with the largest p-value."""
-        return max(self.differences, key=lambda each: (each.p_less, each.mean))
+    weakest: Difference
+    verdict: Verdict
 
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """Verdict on a claim, with its pairs and the verdict on each.
+    """Verdict on a claim and on its pairs.
 
     `deciding` is the comparison with the largest p-value among the required pairs; None if the claim is not tested.
     """
 
-    claim: Claim
     verdict: Verdict
     pairs: tuple[Pair, ...]
-    of_pairs: tuple[Verdict, ...]
     deciding: Difference | None
 
-    @property
-    def holding(self) -> int:
-        """Return the number of pairs that hold."""
-        return self.of_pairs.count("holds")
-
-    @property
-    def contradicted(self) -> int:
-        """Return the number of pairs that are contradicted."""
-        return self.of_pairs.count("contradicted")
+    def num_pairs(self, verdict: Verdict) -> int:
+        """Return the number of pairs with a verdict."""
+        return sum(pair.verdict == verdict for pair in self.pairs)
 
 
-def judge(claim: Claim, lookup: Lookup, metric: str, min_seeds: int = MIN_SEEDS) -> Judgement:
+def judge(claim: Claim, lookup: Lookup, metric: str) -> Judgement:
     """Return the verdict on a claim.
 
-    It is "not tested" unless the claim has comparisons, and all of them have results of `min_seeds` seeds.
+    It is "not tested" unless the claim has comparisons, and all of them have results of `MIN_SEEDS` seeds.
     """
-    not_tested = Judgement(claim, "not tested", (), (), None)
-    compared = [difference(less, lookup, metric) for less in claim.comparisons]
-    grouped: dict[Any, list[Difference]] = {}
-    for each, found in zip(claim.comparisons, compared, strict=True):
-        if found is None or found.num_seeds < min_seeds:
-            return not_tested
-        grouped.setdefault(_models(each), []).append(found)
-    pairs = tuple(Pair(tuple(each)) for each in grouped.values())
-    if not pairs:
-        return not_tested
-    holding, contradicted = holm([pair.p_holds for pair in pairs]), holm([pair.p_contradicted for pair in pairs])
+    by_models: dict[Any, list[Difference]] = {}
+    for each in claim.comparisons:
+        found = difference(each, lookup, metric)
+        if found is None or found.num_seeds < MIN_SEEDS:
+            return Judgement("not tested", (), None)
+        by_models.setdefault(tuple(map(_model, (each.low, each.high))), []).append(found)
+    if not by_models:
+        return Judgement("not tested", (), None)
+    pairs = by_models.values()
+    holds = holm([max(each.p_less for each in pair) for pair in pairs])
+    contradicted = holm([min(1.0, len(pair) * min(each.p_more for each in pair)) for pair in pairs])
     needed = len(pairs) if claim.at_least is None else claim.at_least
-    verdict = _verdict(sum(holding) >= needed, sum(contradicted) > len(pairs) - needed)
-    of_pairs: tuple[Verdict, ...] = tuple(_verdict(*each) for each in zip(holding, contradicted, strict=True))
-    deciding = sorted((pair.weakest for pair in pairs), key=lambda each: (each.p_less, each.mean))[needed - 1]
-    return Judgement(claim, verdict, pairs, of_pairs, deciding)
+    verdict = _verdict(sum(holds) >= needed, sum(contradicted) > len(pairs) - needed)
+    weakest = [max(pair, key=_weakness) for pair in pairs]
+    of_pairs = tuple(Pair(each, _verdict(*found)) for each, *found in zip(weakest, holds, contradicted, strict=True))
+    return Judgement(verdict, of_pairs, sorted(weakest, key=_weakness)[needed - 1])
+
+
+def _model(side: Cell | Score | float) -> Any:
+    """Return the model of a side, without the length."""
+    return dataclasses.replace(side, length=0) if isinstance(side, Cell) else side
+
+
+def _weakness(found: Difference) -> tuple[float, float]:
+    return found.p_less, found.mean
 
 
 def _verdict(holds: bool, contradicted: bool) -> Verdict:
@@ -179,12 +167,12 @@ def difference(less: Less, lookup: Lookup, metric: str) -> Difference | None:
         InputError: the two sides were scored on different windows.
     """
     sides = [lookup(side) if isinstance(side, Cell | Score) else side for side in (less.low, less.high)]
-    seeds = sorted(set.intersection(*(set(side) for side in sides if isinstance(side, dict))))
+    measured = [side for side in sides if isinstance(side, dict)]
+    seeds = sorted(set.intersection(*map(set, measured)))
     if not seeds:
         return None
-    samples = [sample for side in sides if isinstance(side, dict) for seed in seeds for sample in side[seed]]
-    units = samples[0].units
-    if any(sample.units != units for sample in samples):
+    units, *others = [sample.units for side in measured for seed in seeds for sample in side[seed]]
+    if any(each != units for each in others):
         raise InputError(f"{less.low} and {less.high}: were scored on different windows and cannot be compared")
     rng = np.random.default_rng(0)
     counts = _draw(rng, len(set(units)))
@@ -192,10 +180,7 @@ def difference(less: Less, lookup: Lookup, metric: str) -> Difference | None:
     with np.errstate(all="ignore"):  # models that diverged
         for index, seed in enumerate(seeds):
             low, high = (_side(side, seed, counts, metric) for side in sides)
-            if is_log(metric):
-                low_minus_high = low - high - math.log(less.factor)
-            else:
-                low_minus_high = low - less.factor * high
+            low_minus_high = low - high - math.log(less.factor) if is_log(metric) else low - less.factor * high
             found[index], drawn = low_minus_high[-1], drawn + low_minus_high[:-1] / len(seeds)
         mean = float(np.mean(found))
         if not np.isfinite(found).all():  # NaN cannot be compared; infinite losses can
@@ -250,21 +235,29 @@ def describe(
     return low if low == f"{factor}{high}" else f"{low} {word} {factor}{high}"
 
 
-def in_units(found: Difference, metric: str) -> tuple[float, float, float]:
-    """Return mean, low and high of a difference: in per cent for logarithms, otherwise in units of the metric."""
-    mean, low, high = (100 * _expm1(n) if is_log(metric) else n for n in (found.mean, found.low, found.high))
-    return mean, low, high
+def in_units(found: Difference, metric: str) -> tuple[float, float, float, str]:
+    """Return mean, low, high and unit of a difference: in per cent for logarithms, otherwise as the metric is."""
+    if not is_log(metric):
+        return found.mean, found.low, found.high, ""
+    mean, low, high = (100 * (math.inf if n > 700 else math.expm1(n)) for n in (found.mean, found.low, found.high))
+    return mean, low, high, "%"
 
 
-def format_difference(found: Difference, metric: str) -> str:
+# Spaces at which no line is broken: inside an interval, beside a unit, between two numbers.
+UNBROKEN = re.compile(
+    r"(?<=,) (?=[^][]*\])|(?<=\d) (?=(?:ms|s|[KMG]i?B|GFLOP|%|x|to|\+)(?:\W|$))|(?<=\d [x+]) |(?<=\d to) "
+)
+
+
+def unbroken(text: str) -> str:
+    """Return a cell of a table whose numbers stay on one line with their units and intervals."""
+    return UNBROKEN.sub("\N{NO-BREAK SPACE}", text)
+
+
+def format_difference(mean: float, low: float, high: float, unit: str) -> str:
     """Return a difference with its interval, if it has one."""
-    mean, low, high = in_units(found, metric)
-    digits, unit = (1, " %") if is_log(metric) else (2, "")
+    digits, unit = (1, f" {unit}") if unit else (2, "")
     return f"{mean:+.{digits}f}{unit}" + ("" if math.isnan(low) else f" [{low:+.{digits}f}, {high:+.{digits}f}]")
-
-
-def _expm1(number: float) -> float:
-    return math.inf if number > 700 else math.expm1(number)
 
 
 def _side(side: Any, seed: int, counts: np.ndarray, metric: str) -> np.ndarray:
@@ -273,12 +266,3 @@ def _side(side: Any, seed: int, counts: np.ndarray, metric: str) -> np.ndarray:
         return np.full(DRAWS + 1, math.log(side) if is_log(metric) else side)
     values = [np.append(sample.values(counts), sample.value()) for sample in side[seed]]
     return np.max(values, axis=0)
-
-
-def _models(less: Less) -> tuple[Any, Any]:
-    """Return the models of a comparison, without the length."""
-    low, high = (
-        (side.method, side.train_length, side.size) if isinstance(side, Cell) else side
-        for side in (less.low, less.high)
-    )
-    return low, high
