@@ -3,8 +3,7 @@
 import dataclasses
 import functools
 import itertools
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -13,22 +12,23 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dape_jax.model.attention import Blockwise, Dense, Implementation, attend
+from dape_jax.model.attention import Blockwise, Dense, Implementation, attend, attend_on_mesh
 from dape_jax.model.biases import BIASES
-from dape_jax.model.contextual import CONTEXTUAL
 from dape_jax.model.processors import PROCESSORS, DapeConfig, ScoreMod
 from dape_jax.model.scores import Mask, Positions
+from dape_jax.model.transformer import Params, TransformerConfig, model_structure
+from dape_jax.sharding import stripe, unstripe
 
-ALL_BIASES = BIASES | CONTEXTUAL
+OF_POSITIONS = [name for name, config in BIASES.items() if name != "nope" and not config.reads_content]
 SMALL_BIAS = {"fire": {"threshold": 6}, "cope": {"num_positions": 4}}  # thresholds that short sequences reach
 
 ALL_PROCESSORS = {name: kind() for name, kind in PROCESSORS.items() if kind is not DapeConfig}
 ALL_PROCESSORS |= {f"dape{W}": DapeConfig(kernel_width=W, channels=5) for W in (1, 3, 5, 11)}
 ALL_PROCESSORS |= {f"causal{W}": DapeConfig(kernel_width=W, channels=5, alignment="causal") for W in (2, 4)}
 ALL_PROCESSORS |= {
-    "equation2": DapeConfig(kernel_width=3, channels=5, residual=False),
-    "of_scores": DapeConfig(kernel_width=3, channels=5, inputs="scores"),
     "of_bias": DapeConfig(kernel_width=3, channels=5, inputs="bias"),
+    "of_scores": DapeConfig(kernel_width=3, channels=5, inputs="scores"),
+    "equation2": DapeConfig(kernel_width=3, channels=5, residual=False),
     "identity": DapeConfig(kernel_width=3, channels=5, init="identity"),
 }
 
@@ -64,6 +64,30 @@ class AnyRows(Implementation):
         return Blockwise(4, 2).attend_rows(q, k, v, positions, score_mod, mask)
 
 
+@dataclasses.dataclass(frozen=True)
+class OnMesh(Implementation):
+    """Self-attention with rows striped over the devices of the mesh."""
+
+    attention: Implementation
+
+    def attend_rows(self, q, k, v, positions, score_mod, mask):
+        q, k, v = (stripe(x, 1) for x in (q, k, v))
+        out = attend_on_mesh(self.attention, q, k, v, score_mod, mask, starts_BS=positions.k_start_BS)
+        return unstripe(out, 1)
+
+
+def random_params(config: TransformerConfig) -> Params:
+    """Return random parameters of a model, none of which is 0: initial zeros could hide an error."""
+    draw = np.random.default_rng(0)
+
+    def random(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        numbers = draw.normal(0, 0.3, leaf.shape)
+        is_positive = path[-1].key in ("scale", "p_H", "a_H", "c", "threshold_multiplier")
+        return np.asarray(np.exp(numbers) if is_positive else numbers, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(random, model_structure(config)[1])
+
+
 def padded_like(tree: Any, like: Any) -> Any:
     """Return the arrays of a tree with zeros up to the shapes of those of another."""
 
@@ -92,75 +116,38 @@ KINDS = {"full": {}, "grouped_window": {"kv_heads": 1, "window": 4}}
 LENGTH = 11
 
 
-def is_valid(bias: str, processor: str, *others: str) -> bool:
-    """Return whether a processor has its inputs: a processor that reads only the bias needs one."""
-    return not (bias == "nope" and processor == "of_bias")
+INVALID = ("nope", "of_bias")  # a processor that reads only the bias needs one
+AXES = (BIASES, ALL_PROCESSORS, ALL_IMPLEMENTATIONS, KINDS)
 
 
-def meetings(case: Sequence[Any], groups: Sequence[tuple[int, ...]]) -> set[tuple]:
-    """Return the combinations of values in a case: for each group of axes, their values."""
-    return {(axes, tuple(case[axis] for axis in axes)) for axes in groups}
+def each_value(axes: Sequence[Collection]) -> list[tuple]:
+    """Return cases of the product of `axes` with every value of every axis: of the longest once, of others in turn."""
+    values = list(map(list, axes))
+    return [tuple(axis[i % len(axis)] for axis in values) for i in range(max(map(len, values)))]
 
 
-def covering(
-    axes: Sequence[Sequence], groups: Sequence[tuple[int, ...]], seed: int = 0, valid: Callable[..., bool] = is_valid
-) -> list:
-    """Return a sample of the product of `axes` with all valid combinations of values of every group of axes.
-
-    Greedy: the next case is the first of a shuffled product with the most combinations that are still missing.
-
-    Args:
-        axes: values of each axis.
-        groups: for example (0, 1): all combinations of a value of axis 0 and a value of axis 1.
-        seed: seed of the shuffle.
-        valid: whether a case of the product is valid.
-    """
-    product = [case for case in itertools.product(*axes) if valid(*case)]
-    met = {case: meetings(case, groups) for case in random.Random(seed).sample(product, len(product))}
-    missing = set().union(*met.values())
-    sample = set()
-    while missing:
-        best = max(met, key=lambda case: len(met[case] & missing))
-        missing -= met.pop(best)
-        sample.add(best)
-    return [case for case in product if case in sample]
-
-
-def pairwise(axes: Sequence[Sequence], seed: int = 0, valid: Callable[..., bool] = is_valid) -> list:
-    """Return a sample of the product of `axes` with every valid pair of values of two axes."""
-    return covering(axes, list(itertools.combinations(range(len(axes)), 2)), seed, valid)
-
-
-def each_value(axes: Sequence[Sequence], seed: int = 0, valid: Callable[..., bool] = is_valid) -> list:
-    """Return a sample of the product of `axes` with every value of every axis."""
-    return covering(axes, [(axis,) for axis in range(len(axes))], seed, valid)
-
-
-AXES = (ALL_BIASES, ALL_PROCESSORS, ALL_IMPLEMENTATIONS, KINDS)
-
-
-@functools.cache
 def sample() -> list[tuple[str, str, str, str]]:
     """Return a sample of `AXES` with every bias and every processor in every implementation and kind."""
-    return covering(AXES, [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3)])
-
-
-def every_case(axes: Sequence[Sequence], sample: Sequence, valid: Callable[..., bool] = is_valid) -> list:
-    """Return the complete product as parameters of a test; cases that are not in `sample` are slow.
-
-    Those of `sample` that add no value of an axis are extra.
-    """
-    quick = each_value(axes, valid=lambda *case: case in sample)
+    biases, processors, implementations, kinds = map(list, AXES)
     return [
-        pytest.param(*case, marks=() if case in quick else pytest.mark.extra if case in sample else pytest.mark.slow)
+        (biases[i % len(biases)], processors[(i + j) % len(processors)], implementation, kinds[(i + j // 2) % 2])
+        for j, implementation in enumerate(implementations)
+        for i in range(len(processors))
+    ]
+
+
+def every_case(axes: Sequence[Collection], quick: Collection[tuple], extra: Collection[tuple] = ()) -> list:
+    """Return the complete product as parameters of a test; cases that are not in `quick` or `extra` are slow."""
+    return [
+        pytest.param(*case, marks=() if case in quick else pytest.mark.extra if case in extra else pytest.mark.slow)
         for case in itertools.product(*axes)
-        if valid(*case)
+        if case[:2] != INVALID
     ]
 
 
 @functools.cache
 def make_bias(bias: str, heads: int, head_dim: int) -> nnx.Module | None:
-    return nnx.jit(lambda: ALL_BIASES[bias](**SMALL_BIAS.get(bias, {})).build(heads, head_dim, nnx.Rngs(0)))()
+    return nnx.jit(lambda: BIASES[bias](**SMALL_BIAS.get(bias, {})).build(heads, head_dim, nnx.Rngs(0)))()
 
 
 @functools.cache
@@ -208,26 +195,32 @@ def make_weight(out: jax.Array) -> jax.Array:
     return jnp.asarray(np.random.default_rng(3).normal(size=out.shape).astype(np.float32))
 
 
-@functools.cache
-def compiled(bias: str, processor: str, implementation: str, kind: str = "full", causal: bool = True) -> Callable:
-    """Return `run(qkv, q_pos, k_pos, weight) -> out, (gradients of parameters, gradients of qkv)`, compiled once.
+def value_and_grads(layer: tuple, implementation: Implementation, dtype: Any = jnp.float32, **options: Any) -> Callable:
+    """Return `run(qkv, weight, *positions) -> out, (gradients of parameters, gradients of qkv)`, compiled once.
 
     The gradients are those of (out * weight).sum(): a weight that is 0 except in some rows selects these rows.
     """
-    params, attend = make_layer(bias, processor)
-    window = KINDS[kind].get("window")
+    params, attend = layer
 
     @jax.jit
-    def run(params, qkv, q_pos, k_pos, weight):
+    def run(params, qkv, weight, *positions):
         def loss(params, qkv):
-            function = ALL_IMPLEMENTATIONS[implementation]
-            out = attend(params, *qkv, function, q_pos, k_pos, causal=causal, window=window)
+            out = attend(params, *(x.astype(dtype) for x in qkv), implementation, *positions, **options)
+            assert out.dtype == dtype
+            out = out.astype(jnp.float32)
             return (out * weight).sum(), out
 
         grads, out = jax.grad(loss, (0, 1), has_aux=True)(params, qkv)
         return out, grads
 
     return lambda *args: jax.device_get(run(params, *args))
+
+
+@functools.cache
+def compiled(bias: str, processor: str, implementation: str, kind: str = "full", causal: bool = True) -> Callable:
+    """Return `value_and_grads` of a method, an implementation and a kind; tests share the program."""
+    options = {"causal": causal, "window": KINDS[kind].get("window")}
+    return value_and_grads(make_layer(bias, processor), ALL_IMPLEMENTATIONS[implementation], **options)
 
 
 def tolerance(bias: str) -> float:

@@ -20,13 +20,12 @@ from dape_jax.errors import InputError
 from dape_jax.evaluation.programs import predicted_bytes
 from dape_jax.hardware import MIB
 from dape_jax.model.attention import Dense, Implementation
-from dape_jax.model.flops import model_flops
 
 pytestmark = pytest.mark.extra
 
 
 def tiny(directory: Path, **changes) -> attention.Settings:
-    settings = attention.Settings(lengths=(16,), channels=4, block_size=4, num_buckets=2, repeats=2)
+    settings = attention.Settings(lengths=(16,), channels=4, repeats=2)
     return dataclasses.replace(settings, output=str(directory), **changes)
 
 
@@ -36,13 +35,13 @@ def written(directory: Path, stem: str = "cpu") -> dict:
     return json.loads(file.read_text())
 
 
-def test_attention_measures_the_requested_case_and_without_torch_the_others(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(listing, "find_spec", lambda name: None)
-    attention.run(tiny(tmp_path, vs="torch", directions=("backward",)))
-    content = written(tmp_path)
-    rows = content["rows"]
-    assert [row["name"] for row in rows] == ["dense", "blockwise", "plain auto", "plain jax"]
-    for row in rows:
+def test_attention_measures_the_requested_case(tmp_path, monkeypatch, capsys):
+    attention.run(tiny(tmp_path, directions=("backward",)))
+    dense, blockwise, fused, cuda, *plain = written(tmp_path)["rows"]
+    assert [row["name"] for row in plain] == ["plain auto", "plain jax"]
+    shown = capsys.readouterr().out
+    assert all("the platform 'cpu'" in row["failed"] and row["failed"] in shown for row in (fused, cuda))
+    for row in (dense, blockwise, *plain):
         assert (row["model"], row["length"], row["direction"], row["failed"]) == ("125m", 16, "backward", None)
         assert row["min_ms"] == min(row["all_ms"]) > 0
         assert len(row["all_ms"]) == 2
@@ -53,16 +52,9 @@ def test_attention_measures_the_requested_case_and_without_torch_the_others(tmp_
         parameters = [name for name in row["errors"] if name.startswith("parameters.")]
         assert bool(parameters) == ("plain" not in row["name"])
         assert {"out", "q", "k", "v"} <= set(row["errors"])
-        assert row["time_ratios"]["dense"] == row["min_ms"] / rows[0]["min_ms"]
-        assert row["memory_ratios"]["dense"] == row["peak_mib"] / rows[0]["peak_mib"]
-    shown, errors = capsys.readouterr()
-    fused, cuda, torch = content["left_out"]
-    assert fused.startswith("fused is skipped")
-    assert cuda.startswith("cuda is skipped")
-    assert "PyTorch is not installed" in torch
-    assert all(line in errors and line in shown for line in (fused, torch))
-    with pytest.raises(InputError, match="--implementations = 'fused'"):
-        attention.choose(("dense", "fused"))
+    monkeypatch.setattr(listing, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="--vs = 'torch': PyTorch is not installed"):
+        attention.run(tiny(tmp_path, vs="torch"))
 
 
 class Wrong(Implementation):
@@ -81,12 +73,12 @@ class Large(Implementation):
 
 def test_wrong_results_and_failures_are_reported_and_the_others_measured(capsys, tmp_path, monkeypatch):
     implementations = {"dense": Dense(), "blockwise": Wrong(), "auto": Large()}
-    monkeypatch.setattr(attention, "implementations", lambda *_: implementations)
+    monkeypatch.setattr(attention, "implementation_of", implementations.__getitem__)
     with pytest.raises(AssertionError, match="blockwise at 125m 16 forward"):
         attention.run(tiny(tmp_path, implementations=tuple(implementations), directions=("forward",)))
     of_name = {row["name"]: row for row in written(tmp_path)["rows"]}
     np.testing.assert_allclose(of_name["blockwise"]["errors"]["out"], 1, rtol=1e-5)
-    assert (of_name["auto"]["failed"], of_name["auto"]["min_ms"]) == ("out of memory", None)
+    assert of_name["auto"]["failed"] == "out of memory"
     assert "out of memory" in capsys.readouterr().out
     assert of_name["dense"]["errors"]["out"] < 1e-5
     assert of_name["dense"]["min_ms"] > 0
@@ -121,9 +113,10 @@ def test_work_of_a_layer():
     [
         (attention, {"lengths": (8, 8)}, "--lengths"),
         (attention, {"kernel_width": 2}, "--kernel_width"),
-        (attention, {"block_size": 0}, "--block_size"),
+        (attention, {"batch": 0}, "--batch"),
         (attention, {"vs": "torch", "bias": "fire"}, "--bias = 'fire': with --vs=torch"),
-        (step, {"methods": ("dape",)}, "--methods"),
+        (step_cycles, {"methods": ("dape",)}, "--methods"),
+        (gpu, {"parts": ("tea",)}, "must be some of"),
     ],
 )
 def test_bad_settings(settings, changes, words):
@@ -152,7 +145,6 @@ def test_a_device_is_not_waited_for_after_every_call(monkeypatch, platform, expe
     np.testing.assert_allclose(samples["a"], [expected] * 3)
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux says what is resident")
 def test_memory_of_a_call():
     """Measure a call with two arrays of 64 MiB at the same time, of which it frees one."""
 
@@ -161,48 +153,39 @@ def test_memory_of_a_call():
         return first + 1
 
     taken = measure.resident_bytes_of_call(measure.Call(call))
-    assert taken is not None
-    assert 2 * 64 - 4 < taken / MIB < 2 * 64 + 16
+    assert (taken is None) == (not Path("/proc/self/clear_refs").exists())  # only Linux says what is resident
+    assert taken is None or 2 * 64 - 4 < taken / MIB < 2 * 64 + 16
 
 
 def test_figures_of_a_compiled_program():
-    """Trip counts multiply traffic and launches."""
+    """Trip counts multiply traffic."""
 
     def function(x, length):
         return jax.lax.scan(lambda y, _: (jnp.sin(y @ y), None), x, length=length)[0]
 
     x = jnp.ones((64, 64))
     five, ten = (compile_program(lambda x, n=n: function(x, n), x) for n in (5, 10))
-    assert (ten.work.launches - five.work.launches) % 5 == 0
-    assert ten.work.launches - five.work.launches >= 5
     assert ten.work.hbm_bytes - five.work.hbm_bytes >= 5 * 2 * x.nbytes
     assert five.result_bytes == x.nbytes
     assert predicted_bytes(five.run) >= five.memory.temp_size_in_bytes + 2 * x.nbytes
     assert five.run(x).shape == x.shape
 
 
-def test_step_measures_the_requested_case_and_what_does_not_fit_is_not_run(tmp_path, monkeypatch):
-    settings = step.Settings(preset="small", lengths=(8,), batch=8, turns=2, steps=2, implementations=("dense",))
-    settings = dataclasses.replace(settings, methods=("kerple",), output=str(tmp_path / "fits"))
-    step.run(settings)
-    (row,) = written(tmp_path / "fits")["rows"]
-    assert (row["model"], row["length"], row["method"], row["name"]) == ("125m", 8, "kerple", "dense")
-    assert row["failed"] is None
-    assert len(row["all_ms"]) == 2
-    assert row["min_ms"] == min(row["all_ms"])
-    np.testing.assert_allclose(row["tokens_per_s"], 64 / (row["min_ms"] / 1e3))
+def test_a_step_is_timed_and_one_that_does_not_fit_is_not_run(monkeypatch):
     run = step.read_config("small", "125m", "kerple", 8, 8, "dense")
-    assert row["model_gflop"] == model_flops(run.model, 8, 8).total / 1e9
-    assert row["mfu"] is None
-    assert row["needed_gib"] > 0
-    assert 5 < row["loss_nats"] < 7
-
+    timed = step.Step(run)
+    with tqdm(disable=True) as bar:
+        for _ in range(2):
+            timed.take_turn(2, bar)
+    result = timed.result()
+    assert len(result["all_ms"]) == 2
+    assert result["min_ms"] == min(result["all_ms"])
+    np.testing.assert_allclose(result["tokens_per_s"], 64 / (result["min_ms"] / 1e3))
+    assert result["mfu"] is None, "a CPU has no peak in the table"
+    assert 5 < result["loss_nats"] < 7
     monkeypatch.setattr(step, "available_bytes", lambda mesh: 1000)
-    monkeypatch.setattr(step, "init_state", lambda *_: pytest.fail("allocates"))
-    step.run(dataclasses.replace(settings, output=str(tmp_path / "large")))
-    (row,) = written(tmp_path / "large")["rows"]
-    assert row["failed"].startswith("out of memory")
-    assert row["min_ms"] is None
+    with pytest.raises(MemoryError, match="out of memory"):
+        step.Step(run)
 
 
 def test_a_layer_with_the_kernels_of_a_step_is_requested_for_every_method():
@@ -357,8 +340,6 @@ def test_results_are_not_mixed(tmp_path):
     (tmp_path / "results.jsonl").write_text('{"part": "steps", "case": "a"}\n')
     with pytest.raises(InputError, match=r"has results of \['steps'\]: choose another directory or --parts"):
         gpu.main(gpu.Settings(str(tmp_path)))
-    with pytest.raises(InputError, match="must be some of"):
-        gpu.Settings(parts=("tea",))
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Algorithmic tasks end to end: golden tapes, losses and protocol, the encoder, training, accuracy by length."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -22,8 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import run_python
 
-from dape_jax import command_line
-from dape_jax.config import RunConfig, TaskRunConfig, choose, read_model
+from dape_jax.config import TaskRunConfig, read_model
 from dape_jax.errors import InputError
 from dape_jax.evaluation import accuracy
 from dape_jax.evaluation.accuracy import Tapes, compile_tapes, length_accuracy
@@ -32,10 +32,8 @@ from dape_jax.evaluation.programs import padded_batches, predicted_bytes
 from dape_jax.evaluation.report import ReportPaths
 from dape_jax.evaluation.trained import TrainedModel, read_trained, restore
 from dape_jax.model.attention import Dense
-from dape_jax.model.biases import BIASES
-from dape_jax.model.contextual import CONTEXTUAL
 from dape_jax.model.loss import nll
-from dape_jax.model.transformer import ENCODER, Block, Params, Places, Transformer, TransformerConfig, model_structure
+from dape_jax.model.transformer import ENCODER, Params, Transformer, TransformerConfig, model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, put_batch
 from dape_jax.tasks import CHE, TASKS
 from dape_jax.tasks.tapes import TRAINING, TaskConfig, draw_tapes, make_tapes
@@ -123,10 +121,6 @@ def test_golden_che_loss_and_accuracy(folder, task):
     right_BT = (logits_BTV.argmax(axis=-1) == tapes["targets"]) & tapes["counted"]
     found = length_accuracy(length, right_BT.sum(axis=1), tapes["counted"].sum(axis=1))
     assert found["accuracy"] == pytest.approx(float(right_share), abs=1e-6)
-    # The same from the four sums of a validation step.
-    sums = [nll_BT * tapes["weights"], tapes["weights"], right_BT, tapes["counted"]]
-    nats, weight, right, counted = (float(np.sum(of)) for of in sums)
-    assert (nats / weight, right / counted) == pytest.approx((float(loss), float(right_share)), abs=1e-6)
 
 
 @in_every_folder
@@ -157,21 +151,10 @@ def test_golden_che_protocol(folder):
 # ---- the encoder
 
 
-PROCESSORS = {
-    "plain": choose("processor", "none"),
-    "dape1x1": choose("processor", "dape", kernel_width=1, channels=4),
-    "dape1x3": choose("processor", "dape", kernel_width=3, channels=4),
-}
-TWO_SIDED = [name for name in BIASES | CONTEXTUAL if name != "cope"]
-
-
-def encoder(bias: str, processor: str, **options: Any) -> TransformerConfig:
+def encoder(**options: Any) -> TransformerConfig:
     """Return a config of two layers whose initial embedding is as large as other weights, so that inputs matter."""
-    given = {"num_layers": 2, "width": 16, "num_heads": 2, "vocab_size": 12, "num_outputs": 3}
-    given |= {"num_kv_heads": None, "head_dim": None, "mlp_width": None}
-    given |= ENCODER | {"initializer": "gpt_neox", "window": None, "remat": "none", "dtype": "float32"}
-    given |= {"rotary": choose("rotary", "none"), "bias": choose("bias", bias), "processor": PROCESSORS[processor]}
-    return read_model(given | {"attention": choose("attention", "dense")} | options)
+    sizes = {"vocab_size": 12, "num_outputs": 3, "initializer": "gpt_neox"}
+    return read_model(tiny.SPEC["model"] | ENCODER | sizes | options)
 
 
 def initial_params(config: TransformerConfig) -> Params:
@@ -194,111 +177,38 @@ def tokens_with_gradient(config: TransformerConfig, params: Params, position: in
     return np.abs(gradient(params["embedding_VD"])).max(axis=1) > 0
 
 
-@pytest.mark.parametrize(
-    ("bias", "processor"), [("kerple", "dape1x3"), pytest.param("transformer_xl", "dape1x1", marks=pytest.mark.slow)]
-)
-def test_encoder_is_bidirectional_and_its_causal_form_is_not(bias, processor):
-    both, causal = encoder(bias, processor), encoder(bias, processor, causal=True)
+def test_encoder_is_bidirectional_and_its_causal_form_is_not():
+    both, causal = encoder(), encoder(causal=True)
     params, position = initial_params(both), 5
     assert tokens_with_gradient(both, params, position).all()
     np.testing.assert_array_equal(tokens_with_gradient(causal, params, position), np.arange(12) <= position)
 
 
-# With DAPE 1x3, gradients are compared too.
-QUICK = [
-    (False, "kerple", "dape1x3"),
-    (True, "transformer_xl", "plain"),
-]
-SLOW = [(False, bias, "dape1x3") for bias in TWO_SIDED if bias != "kerple"] + [(True, "cope", "dape1x1")]
-
-
-@pytest.mark.parametrize(
-    ("causal", "bias", "processor"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
-)
-def test_padding_changes_nothing_and_blockwise_is_dense(causal, bias, processor):
-    """Compares logits at real positions, and with DAPE 1x3 the gradients of all parameters."""
+@pytest.mark.parametrize("options", [{}, {"causal": True, "bias": {"name": "cope"}, "processor": {"name": "none"}}])
+def test_padding_changes_nothing_and_blockwise_is_dense(options):
+    """Compare logits at real positions, and the gradients of all parameters."""
     rng = np.random.default_rng(0)
     tokens_BT, padding = jnp.asarray(rng.integers(0, 12, (2, 10))), 5
     padded_BT = jnp.pad(tokens_BT, ((0, 0), (0, padding)), constant_values=11)
-    dense = encoder(bias, processor, causal=causal)
-    blocks = encoder(bias, processor, causal=causal, attention=choose("attention", "blockwise", block_size=4))
+    dense = encoder(**options)
+    blocks = encoder(**options, attention={"name": "blockwise", "block_size": 4, "num_buckets": 2})
     dense_graphdef, blocks_graphdef = (model_structure(config)[0] for config in (dense, blocks))
     params = initial_params(dense)
 
-    def loss(params, graphdef, tokens_BT, pos_T):
+    @functools.partial(jax.jit, static_argnums=1)
+    @functools.partial(jax.grad, has_aux=True)
+    def gradient(params, graphdef, tokens_BT, pos_T):
         logits_BTV = nnx.merge(graphdef, params)(tokens_BT, pos_T)[:, :10]
         return nll(logits_BTV, tokens_BT[:, :10] % 3)[:, 3:].mean(), logits_BTV
 
-    gradient_or_loss = jax.grad(loss, has_aux=True) if processor == "dape1x3" else loss
-
-    @jax.jit
-    def all_forms(params, pos_T):
-        padded_pos_T = jnp.pad(pos_T, (0, padding), constant_values=-1)
-        return [
-            gradient_or_loss(params, dense_graphdef, tokens_BT, pos_T),
-            loss(params, dense_graphdef, padded_BT, padded_pos_T)[1],
-            gradient_or_loss(params, blocks_graphdef, padded_BT, padded_pos_T),
-        ]
-
     for pos_T in (np.arange(10), np.sort(rng.choice(100, 10, replace=False))):  # consecutive, then random
-        (expected, logits_BTV), padded_BTV, (found, in_blocks_BTV) = all_forms(params, jnp.asarray(pos_T))
+        expected, logits_BTV = gradient(params, dense_graphdef, tokens_BT, jnp.asarray(pos_T))
         assert np.ptp(logits_BTV) > 0.1
         assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected)) > 1e-3
-        np.testing.assert_allclose(padded_BTV, logits_BTV, atol=1e-5)
-        np.testing.assert_allclose(in_blocks_BTV, logits_BTV, atol=1e-5)
-        chex.assert_trees_all_close(found, expected, atol=1e-5)
-
-
-# ---- dropout
-
-
-def test_dropout_keeps_the_expectation():
-    """Dropout zeroes or scales attention's output before the residual stream and keeps its mean."""
-    config = dataclasses.replace(encoder("nope", "plain"), norm_first=True, dropout=0.25)
-
-    @nnx.jit
-    def build():
-        block = Block(config, rngs=nnx.Rngs(0))
-        block.mlp.down_FD[...] = jnp.zeros((64, 16))  # no MLP output: linear in the dropped values
-        return block
-
-    graphdef, params = nnx.split(build(), nnx.Param)
-    x_BTD = jnp.asarray(np.random.default_rng(0).standard_normal((1, 5, 16), np.float32))
-
-    @jax.jit
-    def added_by(params, key):
-        return nnx.merge(graphdef, params)(x_BTD, Places(jnp.arange(5)), None, dropout_key=key)[0] - x_BTD
-
-    keys = jax.random.split(jax.random.key(1), 4000)
-    added, dropped = added_by(params, None), jax.jit(jax.vmap(added_by, in_axes=(None, 0)))(params, keys)
-    is_zero = np.isclose(dropped, 0, atol=1e-6)
-    np.testing.assert_allclose(dropped, np.where(is_zero, 0, np.broadcast_to(added / 0.75, dropped.shape)), atol=1e-5)
-    error = np.abs(added) * (0.25 / 0.75 / len(keys)) ** 0.5
-    assert (np.abs(dropped.mean(axis=0) - added) <= 5 * error + 1e-6).all()
-
-
-@pytest.mark.extra
-def test_dropout_depends_on_seed_and_step():
-    """One training step with the same parameters and batch, by seed and by number of earlier steps."""
-    run = TaskRunConfig.from_dict(spec("task=reverse_string"))
-    mesh, optimizer = make_mesh(run.mesh, jax.devices()[:1]), make_optimizer(run.optimizer, 10)
-    graphdef, state = model_structure(run.model)[0], init_state(run.model, optimizer, 0, mesh)
-    batch = put_batch(draw_tapes(run.data, TRAINING, 0, 8, length=5), mesh)
-    steps = [make_train_step(graphdef, optimizer, shardings_of(state), seed=seed) for seed in (0, 1)]
-
-    def loss(seed: int, num_earlier: int) -> float:
-        health = state.health._replace(applied=jnp.asarray(num_earlier))
-        consumed = jax.tree.map(jnp.copy, state._replace(health=health))
-        return float(steps[seed](consumed, batch)[1]["loss_nats"])
-
-    with jax.set_mesh(mesh):
-        assert loss(0, 0) == loss(0, 0)
-        sums = make_sums_step(graphdef)(state.params, batch)
-        without = float(sums[0] / sums[1])
-        losses = [loss(0, 0), loss(0, 1), loss(1, 0), loss(1, 1)]
-    assert len({*losses, without}) == 5
-    np.testing.assert_allclose(losses, without, rtol=0.2)
+        padded_pos_T = jnp.asarray(np.pad(pos_T, (0, padding), constant_values=-1))
+        for graphdef in (dense_graphdef, blocks_graphdef):
+            found = gradient(params, graphdef, padded_BT, padded_pos_T)
+            chex.assert_trees_all_close(found, (expected, logits_BTV), atol=1e-5)
 
 
 def test_validation_counts_answers_at_their_places_only():
@@ -323,16 +233,11 @@ def test_validation_counts_answers_at_their_places_only():
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("che")
-
-
-@pytest.fixture(scope="module")
-def runs(root) -> list[Path]:
+def runs(tmp_path_factory) -> list[Path]:
     """Return a trained run and a copy of it under another name."""
+    root = tmp_path_factory.mktemp("che")
     loop.train(spec("task=reverse_string,bias=kerple,processor=dape"), root / "dape")
-    shutil.copytree(root / "dape", root / "other")
-    return [root / "dape", root / "other"]
+    return [root / "dape", shutil.copytree(root / "dape", root / "other")]
 
 
 def evaluate_tasks(
@@ -406,15 +311,15 @@ def test_accuracy_equals_that_of_a_plain_model(runs, evaluated):
 def test_report_has_means_and_accuracies_of_every_run(runs, evaluated, tmp_path):
     """Means are over the lengths in the caption; equal models have bit-identical results, with the same dropout too."""
     found = written(evaluated.directory)
+    assert [run["name"] for run in found] == ["dape", "other"]
     for row, run in zip(evaluated.table.splitlines()[3:], found, strict=True):
         accuracies = [result["accuracy"] for result in run["lengths"]]
         shown = [f"{100 * share:.2f}" for share in (run["trained"], run["score"], *accuracies)]
         assert row.split() == [run["name"], *shown]
     assert "<= 5: mean over 2 lengths; > 5, the score: mean over 2 lengths, 6 to 20." in evaluated.table
     assert "Chance: 50.00 (reverse_string)" in evaluated.table
-    assert found[0]["lengths"] == found[1]["lengths"]
-    assert [run["name"] for run in found] == ["dape", "other"]
-    run = found[0]
+    run, other = found
+    assert run["lengths"] == other["lengths"]
     assert (run["task"], run["step"], run["train_length"], run["dropout"]) == ("reverse_string", 4, 5, False)
     at = {result["length"]: result["accuracy"] for result in run["lengths"]}
     assert list(at) == [2, 5, 6, 20]
@@ -424,8 +329,7 @@ def test_report_has_means_and_accuracies_of_every_run(runs, evaluated, tmp_path)
         assert (result["num_sequences"], result["num_symbols"]) == (11, 11 * result["length"])
     evaluate_tasks(runs, dropout=True, lengths=(20,), output=tmp_path)
     on, again = written(tmp_path)
-    assert on["lengths"] == again["lengths"] != found[0]["lengths"][-1:]
-    assert on["dropout"]
+    assert on["lengths"] == again["lengths"] != run["lengths"][-1:]
 
 
 def test_only_output_symbols_count_and_a_diverged_model_answers_nothing(runs, monkeypatch, tmp_path, caplog):
@@ -452,13 +356,13 @@ def test_only_output_symbols_count_and_a_diverged_model_answers_nothing(runs, mo
 def test_every_model_answers_the_same_strings():
     """Strings depend on task and length, not on seed, batch size or positions, which a batch draws for all its rows."""
     asked = []
-    for seed, batch_size, padded, max_position in ((0, 5, 48, None), (7, 12, 64, None), (3, 4, 48, 100)):
+    for seed, batch_size, padded, max_position in ((0, 5, 48, None), (3, 4, 64, 100)):
         tapes = Tapes(TaskConfig("reverse_string", 0, 8, max_position, seed), 20, 12, padded)
         batches = [(tapes.batch(numbers), num_real) for numbers, num_real in padded_batches(12, batch_size)]
         assert {batch["inputs"].shape for batch, _ in batches} == {(batch_size, padded)}
         asked.append([row for batch, num_real in batches for row in batch["inputs"][:num_real, :20].tolist()])
     assert len({tuple(row) for batch, _ in batches for row in batch["positions"]}) == len(batches) == 3
-    assert asked[0] == asked[1] == asked[2]
+    assert asked[0] == asked[1]
     assert len({tuple(row) for row in asked[0]}) == 12
 
 
@@ -504,68 +408,57 @@ def test_the_longest_tapes_need_little_memory():
 # ---- bad input
 
 
-def test_bad_configs_are_named(tmp_path):
+TRAINED, DAPE = "task=even_pairs,bias=kerple", "task=even_pairs,bias=kerple,processor=dape"
+LEAK = {"name": "dape", "leak": True}
+BAD_CONFIGS = [
+    (TRAINED, {"data__task": "odd_pairs"}, "data.task = 'odd_pairs': must be one of"),
+    (TRAINED, {"evaluation__lengths": (4, 2)}, "evaluation.lengths = .*increasing"),
+    (TRAINED, {"model__vocab_size": 4}, "model.vocab_size = 4: .*3 for even_pairs"),
+    (TRAINED, {"model__num_outputs": 3}, "model.num_outputs = 3: .*2 for even_pairs"),
+    ("task=duplicate_string,positions=14", {"evaluation__lengths": (2, 4)}, "data.max_position = 14: .* 15, .* train"),
+    ("task=duplicate_string,positions=59", {}, "data.max_position = 59: .* 60, .* evaluation.lengths = 20"),
+    (DAPE, {"model__processor": LEAK}, "data.pad_to = 16: must be 1: .*leak"),
+    (TRAINED, {"train__batch_size": 12}, "train.batch_size = 12: must be a multiple of .*8 devices"),
+    (TRAINED, {"mesh__context": 2, "data__pad_to": 7}, "data.pad_to = 7: must be a multiple of mesh.context"),
+    ("task=even_pairs,bias=cope", {}, "model.bias = 'cope': .*needs causal attention"),
+]
+
+
+@pytest.mark.parametrize(("argument", "changes", "words"), BAD_CONFIGS)
+def test_bad_configs_are_named(tmp_path, argument, changes, words):
+    with pytest.raises(InputError, match=words):
+        loop.train(spec(argument, **changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_smallest_number_of_positions_and_a_wrong_task():
+    TaskRunConfig.from_dict(spec("task=duplicate_string,positions=60"))
     with pytest.raises(InputError, match=r"config argument = 'task=odd_pairs': must be one of .*'even_pairs'"):
         get_config("task=odd_pairs")
-    fine, dape = "task=even_pairs,bias=kerple", "task=even_pairs,bias=kerple,processor=dape"
-    few, many = (f"task=duplicate_string,positions={positions}" for positions in (14, 59))
-    leak = dict(choose("processor", "dape", leak=True))
-    refusals: list[tuple[str, dict[str, Any], str]] = [
-        (fine, {"data__task": "odd_pairs"}, "data.task = 'odd_pairs': must be one of"),
-        (fine, {"evaluation__lengths": (4, 2)}, "evaluation.lengths = .*increasing"),
-        (fine, {"model__vocab_size": 4}, "model.vocab_size = 4: .*3 for even_pairs"),
-        (fine, {"model__num_outputs": 3}, "model.num_outputs = 3: .*2 for even_pairs"),
-        (few, {"evaluation__lengths": (2, 4)}, "data.max_position = 14: must be at least 15, .* train.train_length"),
-        (many, {}, "data.max_position = 59: must be at least 60, .* evaluation.lengths = 20"),
-        (dape, {"model__processor": leak}, "data.pad_to = 16: must be 1: .*leak"),
-    ]
-    for argument, changes, words in refusals:
-        with pytest.raises(InputError, match=words):
-            TaskRunConfig.from_dict(spec(argument, **changes))
-    for argument in (fine, dape, "task=duplicate_string,positions=60"):
-        TaskRunConfig.from_dict(spec(argument))
-    in_training: list[tuple[str, dict[str, Any], str]] = [
-        (fine, {"train__batch_size": 12}, "train.batch_size = 12: must be a multiple of .*8 devices"),
-        (fine, {"mesh__context": 2, "data__pad_to": 7}, "data.pad_to = 7: must be a multiple of mesh.context"),
-        ("task=even_pairs,bias=cope", {}, r"model.bias = 'cope': .*needs causal attention"),
-    ]
-    for argument, changes, words in in_training:
-        with pytest.raises(InputError, match=words):
-            loop.train(spec(argument, **changes), tmp_path / "run")
-        assert not (tmp_path / "run").exists(), words
 
 
-def test_bad_evaluations_are_named_before_the_work(runs, root, tmp_path, monkeypatch):
+def test_bad_evaluations_are_named_before_the_work(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(accuracy, "restore", None)  # calling it is a TypeError
-    refusals: list[tuple[list[str], dict[str, Any], str]] = [
-        ([], {}, "workdir = .*must have at least one directory"),
-        (["dape"], {"lengths": (6, 3)}, "evaluation.lengths = .*increasing"),
-        (["dape"], {"step": "3"}, "step = '3': .*one of"),
-        (["dape"], {"mesh": MeshConfig(1, 1, 4, 2)}, "model.vocab_size = 3: must be a multiple of mesh.tensor = 2"),
-        (["dape"], {"mesh": MeshConfig(1, 1, 16, 1)}, "mesh = 'context=16': must multiply to 8 devices"),
-        (["nowhere"], {}, "workdir = .*nowhere"),
-    ]
-    for names, options, words in refusals:
+    for sizes, words in (
+        ((1, 1, 4, 2), "model.vocab_size = 3: must be a multiple of mesh.tensor = 2"),
+        ((1, 1, 16, 1), "mesh = 'context=16': must multiply to 8 devices"),
+    ):
         with pytest.raises(InputError, match=words):
-            evaluate_tasks([root / name for name in names], **options, output=tmp_path)
+            evaluate_tasks(runs[:1], mesh=MeshConfig(*sizes), output=tmp_path)
     with pytest.raises(TypeError):  # this mesh divides the padded tapes
         evaluate_tasks(runs[:1], mesh=MeshConfig(1, 1, 8, 1), lengths=(3,), output=tmp_path)
     assert not list(tmp_path.iterdir())
     with pytest.raises(InputError, match=r"data.task = 'reverse_string': must not be set"):
-        read_trained(root / "dape", "newest", {})
-    with pytest.raises(InputError, match=r"data.task = 'even_pairs': must not be set"):
-        RunConfig.from_dict(spec("task=even_pairs"))
+        read_trained(runs[0], "newest", {})
 
 
 @pytest.mark.slow
 def test_train_and_evaluate_from_the_command_line(tmp_path):
     config = "configs/che.py:task=missing_duplicate_string,bias=kerple,processor=dape,kernel=3"
     changes = "model.num_layers=1 model.width=16 model.num_heads=2 data.pad_to=96 train.batch_size=8 train.num_steps=2"
-    changes += " train.checkpoint_interval=2 train.eval_interval=2"
     flags = [f"--config.{change}" for change in changes.split()]
     result = run_python("train.py", f"--config={config}", *flags, f"--workdir={tmp_path}/mine")
     assert result.returncode == 0, result.stderr
-    assert "accuracy" in result.stderr
     evaluate = ["eval.py", f"--workdir={tmp_path}/mine"]
     result = run_python(*evaluate, "--lengths=2-10/4,60", "--num_sequences=5", "--dropout")
     assert result.returncode == 0, result.stderr
@@ -575,12 +468,4 @@ def test_train_and_evaluate_from_the_command_line(tmp_path):
     assert run["dropout"]
     result = run_python(*evaluate, "--last_tokens=5")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
-    assert "last_tokens = 5: must not be given: it is only for language models" in result.stderr
-
-
-def test_numbers_in_a_flag():
-    found = command_line.read_numbers("--lengths", ["2-10/4", "20-22", "7"])
-    assert found == (2, 6, 10, 20, 21, 22, 7)
-    for item in ("", "x", "-3", "1-", "5-1", "1-5/0", "1/2", "1.5", "²", "1-5-9", " 1", "1-999999999"):
-        with pytest.raises(InputError, match=r"--lengths = \['4', .*\]: "):
-            command_line.read_numbers("--lengths", ["4", item])
+    assert "last_tokens = 5" in result.stderr

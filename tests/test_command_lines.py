@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import signal
 import subprocess
 import sys
 import tomllib
@@ -12,9 +13,11 @@ import pytest
 from processes import ROOT, environment, run_python
 
 import dape_jax
+from dape_jax import command_line
 from dape_jax.__main__ import COMMANDS
-from dape_jax.errors import printable
+from dape_jax.errors import InputError, StoppedError, printable
 from dape_jax.hardware import platform_fault
+from dape_jax.progress import Progress
 
 # Runs each command line as in a new process, up to its exit handlers. Finalising the interpreter as well would copy all
 # memory that the processes share.
@@ -49,30 +52,23 @@ for number, (program, *arguments) in enumerate(json.load(sys.stdin)):
 def run_all(commands: list[list[str]], scratch: Path) -> list[tuple[int, str, str]]:
     """Run each program or module with its arguments, and return each status, output and error output."""
     scratch.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-u", "-c", FORKED, str(scratch)],
-        input=json.dumps(commands),
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=True,
-    )
+    options = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True, "check": True}
+    program = [sys.executable, "-u", "-c", FORKED, str(scratch)]
+    done = subprocess.run(program, input=json.dumps(commands), timeout=600, **options)
     outputs = [[(scratch / f"{i}.{name}").read_text() for name in ("out", "err")] for i in range(len(commands))]
     return [(int(status), *output) for status, output in zip(done.stdout.split(), outputs, strict=True)]
 
 
 TRAIN = "train.py --workdir=run --config=configs/"
 FLAGS = "--config.train.num_stpes=8 --config.num_steps=8 --config.trian.num_steps=8 --config.model.rotary.factor=4 "
+FLAGS += "--config.optimizer.lr=1 --config.lr=1 --config.train.learning_rate=1 --config.train.profile_steps=a "
 FLAGS += "--config.optimizer.beta1=low --config.data.seed=None --config.model.bias=alibi --config.train.num_steps"
-VALUES = "--config.model.window=wide --config.data.seed=99999999999 --config.evaluation.max_windows=0 "
-VALUES += "--config.evaluation.block_size=0 --config.train.num_steps=None --config.optimizer.beta1=2.0"
-ELSEWHERE = "abfs://x/y"  # a place that is not supported; otherwise it would name a local folder `abfs:`
 # Command lines, and words of each line of error, separated by "&".
 REFUSED = {
     # the config file and its argument
     f"{TRAIN}nothing.py": ["configs/nothing.py & configs/paper.py"],
+    "train.py --workdir=run --config=README.md": ["README.md & must be a Python file with a function get_config"],
+    "train.py --workdir=run --config=eval.py": ["eval.py & with a function get_config"],
     f"{TRAIN}quickstart.py:bias=kerpel": ["model.bias.name = 'kerpel' & 'kerple'"],
     f"{TRAIN}quickstart.py:bias=rope": ["model.bias.name = 'rope' & rotary=rope"],
     f"{TRAIN}quickstart.py:bias=mine": ["model.bias.name = 'mine' & --import=MODULE"],
@@ -90,32 +86,39 @@ REFUSED = {
         "--config.train.num_stpes=8 & did you mean --config.train.num_steps?",
         "--config.num_steps=8 & did you mean --config.train.num_steps?",
         "--config.trian.num_steps=8 & did you mean --config.train.num_steps?",
-        "--config.model.rotary.factor=4 & no such field",
+        "--config.model.rotary.factor=4 & no such field & --help=SECTION",
+        "--config.optimizer.lr=1 & no such field; --help lists the sections, --help=SECTION",
+        "--config.lr=1 & no such field; --help lists",
+        "--config.train.learning_rate=1 & did you mean --config.optimizer.learning_rate?",
+        "--config.train.profile_steps=a & comma-separated numbers",
         "--config.optimizer.beta1=low & float",
         "--config.model.bias=alibi & by name",
         "--config.train.num_steps & =VALUE",
     ],
-    f"{TRAIN}quickstart.py {VALUES}": [
-        "model.window = 'wide' & int",
-        "data.seed = 99999999999 & 2**32",
+    f"{TRAIN}quickstart.py --config.model.window=a --config.evaluation.max_windows=0": [
+        "model.window = 'a' & int",
         "evaluation.max_windows = 0 & positive",
-        "evaluation.block_size = 0 & positive",
-        "train.num_steps = None & int",
-        "optimizer.beta1 = 2.0 & below 1",
     ],
-    f"{TRAIN}quickstart.py --config.model.num_layers=0": ["model.num_layers = 0 & positive"],
-    f"{TRAIN}quickstart.py:bias=t5 --config.model.bias.num_buckets=2": ["model.bias.num_buckets & 2 & 4"],
-    f"{TRAIN}quickstart.py:bias=nope --config.model.processor.inputs=bias": ["model.processor.inputs & bias"],
     f"{TRAIN}quickstart.py --config.data.path=tests/test_dat.py": [
-        "data.path = 'tests/test_dat.py': does not exist; did you mean tests/test_data.py? & prepared corpus"
+        "data.path = 'tests/test_dat.py': does not exist; did you mean tests/test_data.py?"
     ],
+    f"{TRAIN}quickstart.py --config.data.path=tests/*.nothing": ["data.path = 'tests/*.nothing': no files there"],
+    f"{TRAIN}quickstart.py --config.data.path=None": ["data.path = None: must be a file"],
+    "train.py --config=configs/quickstart.py --config.data.path=tests --workdir=tests/run": [
+        "workdir = 'tests/run': must not be in the text 'tests'"
+    ],
+    f"{TRAIN}quickstart.py --compilation_cache=train.py/cache": ["--compilation_cache = 'train.py/cache': cannot be"],
     "dape_jax.data.prepare --show=docss": ["--show = 'docss' & prepared corpus; did you mean docs?"],
     # flags of programs
     f"{TRAIN}quickstart.py train.num_steps=3": ["train.num_steps=3 & --name=value"],
     "train.py --help=optimiser": ["--help = 'optimiser' & optimizer?"],
     "train.py": ["--config: must be given", "--workdir: must be given"],
     "eval.py --workdir=run --lenghts=8": ["--lenghts=8 & did you mean --lengths?"],
+    "eval.py --workdir=a --workdir=b": ["--workdir: must be given once, with commas"],
+    "-m dape_jax.data.prepare --input=docs --output=docs --tokenizer=bytes": ["output = & must be a new directory"],
     "eval.py --workdir=run --bos=maybe": ["--bos=maybe & yes or no"],
+    "eval.py --workdir=run --lengths=8,x": ["--lengths = ['8', 'x'] & first-last"],
+    "eval.py --workdir=run --lengths=9-8": ["--lengths = ['9-8'] & empty range"],
     "eval.py --workdir=/tmp --bos=no": ["workdir = '/tmp' & dape-train"],
     "-m dape_jax.tools.generate --workdir=run --max_tokens=8 --top_k=all --frobnicate": [
         "--max_tokens=8 & did you mean --max_new_tokens?",
@@ -123,30 +126,35 @@ REFUSED = {
     ],
     "-m dape_jax.tools.generate --workdir=run --prompt=a --top_p=2": ["top_p = 2.0 & at most 1"],
     "-m dape_jax.tools.generate --workdir=run --top_k=all": ["--top_k=all"],
+    "-m dape_jax.tools.generate --workdir=run --prompt=a --stop=": ["--stop = ('',): must be text"],
     "-m dape_jax.tools.attention_maps --workdir=run --length=8 --lenght=8": ["--lenght=8 & --length?"],
     "-m dape_jax.planning --topolgy=v5e": ["--topolgy=v5e & mean --topology?"],
     "-m dape_jax.data.prepare --input=a --ouput=b": ["--ouput=b & mean --output?"],
-    # directories and files
-    f"train.py --config=configs/quickstart.py --workdir={ELSEWHERE}": ["abfs"],
-    f"{TRAIN}quickstart.py --config.data.path={ELSEWHERE}": ["abfs"],
-    f"{TRAIN}quickstart.py --config.init.source={ELSEWHERE}": ["abfs"],
-    f"eval.py --workdir={ELSEWHERE}": ["abfs"],
-    f"eval.py --workdir=run --output={ELSEWHERE}": ["abfs"],
-    f"-m dape_jax.data.prepare --input={ELSEWHERE} --output=corpus --tokenizer=bytes": ["abfs"],
-    f"-m dape_jax.data.prepare --input=text --output={ELSEWHERE} --tokenizer=bytes": ["abfs"],
-    f"-m dape_jax.tools.attention_maps --workdir={ELSEWHERE} --length=8": ["abfs"],
-    f"-m dape_jax.tools.generate --workdir={ELSEWHERE} --prompt=a": ["abfs"],
-    f"-m dape_jax.pretrained.export_command --workdir={ELSEWHERE} --output=exported": ["abfs"],
-    f"-m dape_jax.pretrained.import_command --source={ELSEWHERE} --workdir=run": ["abfs"],
 }
+# Flags that are given a place that is not supported; otherwise it would name a local folder `abfs:`.
+ELSEWHERE = "abfs://x/y"
+PLACES = (
+    "train.py --config=configs/quickstart.py --workdir",
+    f"{TRAIN}quickstart.py --config.data.path",
+    f"{TRAIN}quickstart.py --config.init.source",
+    "eval.py --workdir",
+    "eval.py --workdir=run --output",
+    "-m dape_jax.data.prepare --output=corpus --tokenizer=bytes --input",
+    "-m dape_jax.data.prepare --input=text --tokenizer=bytes --output",
+    "-m dape_jax.tools.attention_maps --length=8 --workdir",
+    "-m dape_jax.tools.generate --prompt=a --workdir",
+    "-m dape_jax.pretrained.export_command --output=exported --workdir",
+    "-m dape_jax.pretrained.import_command --workdir=run --source",
+)
 
 
 def test_every_mistake_is_one_line_with_its_field_and_value(tmp_path):
-    results = run_all([command.removeprefix("-m ").split() for command in REFUSED], tmp_path / "scratch")
-    for (status, _, stderr), (command, expected) in zip(results, REFUSED.items(), strict=True):
+    commands = REFUSED | {f"{command}={ELSEWHERE}": ["abfs"] for command in PLACES}
+    results = run_all([command.removeprefix("-m ").split() for command in commands], tmp_path / "scratch")
+    for (status, _, stderr), (command, expected) in zip(results, commands.items(), strict=True):
         assert status == 2, (command, stderr)
-        lines = [line for line in stderr.splitlines() if line.startswith("error: ")]
         assert "Traceback" not in stderr
+        lines = [line for line in stderr.splitlines() if line.startswith("error: ")]
         assert len(lines) == len(expected), (command, stderr)
         for words in expected:
             assert any(all(word in line for word in words.split(" & ")) for line in lines), (command, words, stderr)
@@ -157,7 +165,6 @@ SETTINGS = """
 import dataclasses
 from dape_jax import command_line
 from dape_jax.command_line import flag
-from dape_jax.errors import require
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -167,9 +174,6 @@ class Settings:
     show: bool = flag(False, "Show the result.")
     count: int | None = flag(None, "Number of items.")
     rate: float = flag(0.5, "Rate.")
-
-    def __post_init__(self):
-        require(self.rate > 0, "--rate", self.rate, "must be positive")
 
 if __name__ == "__main__":
     command_line.run(lambda settings: print(dataclasses.asdict(settings)), Settings)
@@ -186,23 +190,11 @@ def test_flags_come_from_the_fields_of_a_dataclass(tmp_path):
         "--show --count=-3 --rate 2": {"show": True, "count": -3, "rate": 2.0},
         "--noshow --lengths=": {"lengths": ()},
     }
-    refused = {
-        "--workdir=d --lengths=8,x": "--lengths = ['8', 'x']",
-        "--workdir=d --lengths=9-8": "9-8 is an empty range",
-        "--workdir=d --rate=0": "--rate = 0.0: must be positive",
-        "--workdir=d --count=many": "--count=many",
-        "--workdir=d more": "command line = 'more'",
-        "": "--workdir: must be given",
-    }
     commands = [f"{program} --workdir=d {arguments}".split() for arguments in accepted]
-    commands += [f"{program} {arguments}".split() for arguments in (*refused, "--help")]
-    *results, (help_status, help_text, _) = run_all(commands, tmp_path / "scratch")
-    for (status, out, err), (arguments, values) in zip(results, accepted.items(), strict=False):
-        assert (status, out) == (0, f"{defaults | values}\n"), (arguments, err)
-    for (status, _, err), (arguments, message) in zip(results[len(accepted) :], refused.items(), strict=True):
-        assert (status, err.count("\n")) == (2, 1), arguments
-        assert message in err
-    assert help_status == 0
+    *results, (status, help_text, _) = run_all([*commands, [str(program), "--help"]], tmp_path / "scratch")
+    for (*done, err), (arguments, values) in zip(results, accepted.items(), strict=True):
+        assert done == [0, f"{defaults | values}\n"], (arguments, err)
+    assert status == 0
     assert "--[no]show: Show the result." in help_text
     assert "--workdir: Run directory." in help_text
 
@@ -226,36 +218,42 @@ def test_help_lists_recipes_and_prints_sections(tmp_path):
     (_, whole, _), (status, optimizer, _), (_, biases, _) = run_all(commands, tmp_path / "scratch")
     for file in (ROOT / "configs").glob("*.py"):
         assert (f"configs/{file.name}: " in whole) == (file.name != "common.py")
-    assert all(text in whole for text in ("percent=P ", "a size, xs|s|m|l", "kernel=W", "--help=SECTION", "--import"))
+    assert all(text in whole for text in ("a size, xs|s|m|l", "kernel=W", "--help=SECTION"))
     assert status == 0
-    assert (
-        "--config.optimizer.learning_rate  (float)\n      peak learning rate\n      default: 0.002 (quick" in optimizer
-    )
-    assert "allowed: one of cosine, wsd" in optimizer
+    for text in ("--config.optimizer.learning_rate  (float)", "default: 0.002 (quick", "allowed: one of cosine, wsd"):
+        assert text in optimizer
     assert "--config.model.bias.num_buckets  (int)" in biases
 
 
-CLOSED = """
-from dape_jax import command_line
-from dape_jax.progress import Progress
-
-def main():
-    print(sum(Progress([1, 2, 3])), open("/dev/null").fileno() > 2)
-
-command_line.run(main)
-"""
+ENDINGS = {
+    2: [InputError("a = 1: b", "c = 2: d"), "error: a = 1: b", "error: c = 2: d"],
+    1: [PermissionError(13, "Permission denied", "a/b"), "error: [Errno 13] Permission denied: 'a/b'"],
+    130: [KeyboardInterrupt(), "interrupted"],
+    138: [StoppedError("stopped", signal.SIGUSR1), "stopped"],
+    143: [StoppedError("stopped"), "stopped"],
+}
 
 
-def test_a_closed_standard_error_changes_nothing():
-    """A file that is opened later must not get its number, to which libraries write."""
-    command = ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, CLOSED]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "6 True\n")
+@pytest.mark.parametrize("status", ENDINGS)
+def test_expected_errors_are_lines_and_a_status(status, monkeypatch, capsys):
+    def main():
+        raise ENDINGS[status][0]
+
+    monkeypatch.setattr(command_line.app, "run", lambda main, flags_parser: main(["program"]))
+    with pytest.raises(SystemExit) as ended:
+        command_line.run(main)
+    assert (ended.value.code, capsys.readouterr().err.splitlines()) == (status, ENDINGS[status][1:])
+
+
+def test_a_closed_standard_error_changes_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", None)  # as Python sets it after `2>&-`
+    monkeypatch.setattr(command_line.app, "run", lambda main, flags_parser: main(["program"]))
+    command_line.run(lambda: print(sum(Progress([1, 2, 3]))))
+    assert capsys.readouterr().out == "6\n"
 
 
 PLATFORMS = {
     "cuda": r"its plugin is missing: pip install 'jax\[cuda13\]>=[\d.]+' or pip install 'jax\[cuda12\]>=[\d.]+'; or .*",
-    "tpu": r"its plugin is missing: pip install 'jax\[tpu\]>=[0-9.]+'; or set .*",
     "cpu,nosuch": r"must be cpu, cuda or tpu, and the device must be ready: Unable to initialize backend 'nosuch': .*",
 }
 

@@ -4,7 +4,6 @@ Packed documents: `test_segments.py`. The fused kernels: `test_kernels.py`, `tes
 """
 
 import functools
-import itertools
 import random
 import re
 
@@ -15,37 +14,33 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import (
-    ALL_BIASES,
     ALL_IMPLEMENTATIONS,
     ALL_PROCESSORS,
     AXES,
     KINDS,
     LENGTH,
     Cached,
+    OnMesh,
     compiled,
     each_value,
     every_case,
-    is_valid,
     make_bias,
     make_layer,
     make_qkv,
     make_weight,
-    pairwise,
     sample,
     tolerance,
+    value_and_grads,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from dape_jax.errors import InputError
 from dape_jax.model import attention
-from dape_jax.model.attention import Blockwise, Dense, Implementation, attend, attend_on_mesh
+from dape_jax.model.attention import Blockwise, Dense, attend
 from dape_jax.model.biases import BIASES
-from dape_jax.model.contextual import CONTEXTUAL
 from dape_jax.model.positions import NtkAware, PositionInterpolation, Yarn
 from dape_jax.model.processors import DapeConfig, key_convolution
 from dape_jax.model.scores import Mask, Positions, causal_runs, products
-from dape_jax.sharding import MeshConfig, make_mesh, stripe, unstripe
+from dape_jax.sharding import MeshConfig, make_mesh
 
 POS = np.arange(LENGTH, dtype=np.int32)
 
@@ -57,11 +52,12 @@ def close(bias: str) -> dict[str, float]:
 def test_the_sample_has_every_method_with_every_implementation():
     cases = [case.values for case in every_case(AXES, ())]
     assert len(sample()) < len(cases) / 10
+    assert set(sample()) <= set(cases)
     for axis in (0, 1, 3):
         assert {(case[axis], case[2]) for case in sample()} == {(case[axis], case[2]) for case in cases}
 
 
-@pytest.mark.parametrize(("bias", "processor", "implementation", "kind"), every_case(AXES, sample()))
+@pytest.mark.parametrize(("bias", "processor", "implementation", "kind"), every_case(AXES, each_value(AXES), sample()))
 def test_rows_depend_on_visible_keys_only(bias, processor, implementation, kind):
     """Later keys, keys before the window, and padding change no bit and have gradient 0; rows are in any order.
 
@@ -81,16 +77,16 @@ def test_rows_depend_on_visible_keys_only(bias, processor, implementation, kind)
 
     def grads(rows):
         """Return the gradients of q, k and v with respect to the sum over some rows."""
-        return run(qkv, POS, POS, np.where(rows[None, :, None, None], weight, 0))[1][1]
+        return run(qkv, np.where(rows[None, :, None, None], weight, 0), POS, POS)[1][1]
 
-    before, all_grads = run(qkv, POS, POS, weight)
+    before, all_grads = run(qkv, weight, POS, POS)
     chex.assert_tree_all_finite((before, all_grads))
     if implementation != "dense":
-        expected = compiled(bias, processor, "dense", kind)(qkv, POS, POS, weight)
+        expected = compiled(bias, processor, "dense", kind)(qkv, weight, POS, POS)
         chex.assert_trees_all_close((before, all_grads), expected, **close(bias))
 
     # The future.
-    after, _ = run(replace(POS > t), POS, POS, weight)
+    after, _ = run(replace(POS > t), weight, POS, POS)
     chex.assert_trees_all_equal(before[:, : t + 1], after[:, : t + 1])
     assert np.abs(before - after)[:, t + 1 :].max() > 1e-3
     for grad in grads(POS <= t):
@@ -100,7 +96,7 @@ def test_rows_depend_on_visible_keys_only(bias, processor, implementation, kind)
     # Keys before the window.
     if window < LENGTH:
         first = t - window + 1  # the first key that row t sees
-        after, _ = run(replace(POS < first, arrays=(1, 2)), POS, POS, weight)
+        after, _ = run(replace(POS < first, arrays=(1, 2)), weight, POS, POS)
         chex.assert_trees_all_equal(before[:, t:], after[:, t:])
         assert np.abs(before - after)[:, t - 1].max() > 1e-3
         for grad in grads(POS >= t)[1:]:
@@ -109,7 +105,7 @@ def test_rows_depend_on_visible_keys_only(bias, processor, implementation, kind)
 
     # Padding: keys at negative positions. Later rows see the keys before it.
     k_pos = np.where(POS < t, POS, -1)
-    padded, after = (run(x, POS, k_pos, weight)[0] for x in (qkv, replace(POS >= t, arrays=(1, 2))))
+    padded, after = (run(x, weight, POS, k_pos)[0] for x in (qkv, replace(POS >= t, arrays=(1, 2))))
     some = slice(0, t + window - 1)  # rows with a visible key
     chex.assert_trees_all_equal(padded[:, some], after[:, some])
     assert np.abs(padded - before)[:, t : t + window - 1].max() > 1e-3
@@ -117,15 +113,14 @@ def test_rows_depend_on_visible_keys_only(bias, processor, implementation, kind)
     # Any rows, in any order, against all keys.
     if implementation in ("dense", "any_rows"):
         rows = np.array([7, 0, 3, 3, 9, 10, 1, 2, 8, 5, 6], np.int32)
-        found, _ = run([qkv[0][:, rows], *qkv[1:]], rows, POS, weight)
+        found, _ = run([qkv[0][:, rows], *qkv[1:]], weight, rows, POS)
         chex.assert_trees_all_close(found, before[:, rows], atol=tolerance(bias))
 
 
-PREFIX = (ALL_BIASES, ALL_PROCESSORS, ("dense", "blockwise"), KINDS)
-PREFIX_QUICK = each_value(PREFIX, valid=lambda *case: case in sample())
+PREFIX = (BIASES, ALL_PROCESSORS, ("dense", "blockwise"), KINDS)
 
 
-@pytest.mark.parametrize(("bias", "processor", "implementation", "kind"), every_case(PREFIX, PREFIX_QUICK))
+@pytest.mark.parametrize(("bias", "processor", "implementation", "kind"), every_case(PREFIX, each_value(PREFIX)))
 def test_a_prefix_of_the_input_gives_a_prefix_of_the_output(bias, processor, implementation, kind):
     """f(x[:t]) = f(x)[:t] at true lengths, and the last row alone against all keys."""
     params, attend = make_layer(bias, processor)
@@ -135,21 +130,12 @@ def test_a_prefix_of_the_input_gives_a_prefix_of_the_output(bias, processor, imp
     def step(q, k, v, q_pos):
         return attend(params, q, k, v, ALL_IMPLEMENTATIONS[implementation], q_pos, window=KINDS[kind].get("window"))
 
-    whole, _ = compiled(bias, processor, implementation, kind)([q, k, v], POS, POS, make_weight(q))
+    whole, _ = compiled(bias, processor, implementation, kind)([q, k, v], make_weight(q), POS, POS)
     for t in (2, 7):
         part = jax.device_get(step(q[:, :t], k[:, :t], v[:, :t], POS[:t]))
         chex.assert_trees_all_close(part, whole[:, :t], atol=tolerance(bias))
         assert np.abs(part[:, -1] - whole[:, t]).max() > 1e-3
     chex.assert_trees_all_close(step(q[:, -1:], k, v, POS[-1:]), whole[:, -1:], atol=tolerance(bias))
-
-
-def test_a_window_as_long_as_the_input_equals_no_window():
-    params, attend = make_layer("kerple", "dape3")
-    q, k, v = make_qkv()
-    run = jax.jit(lambda window: attend(params, q, k, v, Dense(), window=window), static_argnums=0)
-    wide, none, narrow = (run(window) for window in (LENGTH, None, LENGTH - 1))
-    chex.assert_trees_all_equal(wide, none)
-    assert np.abs(narrow - none).max() > 1e-4
 
 
 def test_the_mask_agrees_with_its_docstring():
@@ -161,7 +147,7 @@ def test_the_mask_agrees_with_its_docstring():
     chex.assert_trees_all_equal(np.asarray(Mask(False, 3).visible(Positions(pos, pos))), seen | seen.T)
 
 
-BIDIRECTIONAL = ([bias for bias in ALL_BIASES if bias != "cope"], ("none", "dape3", "causal2", "of_scores"), KINDS)
+BIDIRECTIONAL = ([bias for bias in BIASES if bias != "cope"], ("none", "dape3", "causal2", "of_scores"), KINDS)
 
 
 @pytest.mark.parametrize(("bias", "processor", "kind"), every_case(BIDIRECTIONAL, each_value(BIDIRECTIONAL)))
@@ -170,18 +156,15 @@ def test_bidirectional_rows_depend_on_both_sides(bias, processor, kind):
     dense, blockwise = (compiled(bias, processor, name, kind, causal=False) for name in ("dense", "blockwise"))
     qkv = make_qkv(kv_heads=KINDS[kind].get("kv_heads"))
     weight = make_weight(qkv[0])
-    expected = dense(qkv, POS, POS, weight)
-    chex.assert_trees_all_close(blockwise(qkv, POS, POS, weight), expected, **close(bias))
+    expected = dense(qkv, weight, POS, POS)
+    chex.assert_trees_all_close(blockwise(qkv, weight, POS, POS), expected, **close(bias))
     sees_TS = np.asarray(Mask(False, KINDS[kind].get("window")).visible(Positions(POS, POS)))
     for row in range(LENGTH):
-        _, (_, (_, _, grad)) = dense(qkv, POS, POS, np.where((POS == row)[None, :, None, None], weight, 0))
+        _, (_, (_, _, grad)) = dense(qkv, np.where((POS == row)[None, :, None, None], weight, 0), POS, POS)
         np.testing.assert_array_equal(np.abs(grad).max((0, 2, 3)) > 0, sees_TS[row])
 
 
-@pytest.mark.parametrize(
-    ("width", "alignment"),
-    [(1, "centered"), (3, "centered"), (7, "centered"), (1, "causal"), (2, "causal"), (7, "causal")],
-)
+@pytest.mark.parametrize(("width", "alignment"), [(1, "centered"), (7, "centered"), (2, "causal"), (7, "causal")])
 def test_columns_that_a_convolution_reads(width, alignment):
     """Two convolutions: centered, 2 (W//2) columns on either side; causal, 2 (W - 1) columns to the left."""
     length, column = 60, 30
@@ -199,81 +182,19 @@ def test_columns_that_a_convolution_reads(width, alignment):
     np.testing.assert_array_equal(changed, range(column - left, column + right + 1))
 
 
-@pytest.mark.parametrize(("width", "implementation"), [(1, "dense"), (5, "dense"), (5, "blockwise")])
-def test_the_listing_edge_differs_only_in_the_last_rows(width, implementation):
-    """Appending a key changes the last W//2 rows of the paper's listing; all other rows are those of "prefix"."""
-    qkv, end = make_qkv(13), 13 - width // 2
-
-    def run(edge):
-        processor = DapeConfig(kernel_width=width, channels=5, edge=edge).build(2, rngs=nnx.Rngs(0))
-        options = {"bias": make_bias("alibi", 2, 4), "processor": processor}
-        return jax.jit(functools.partial(attend, **options, implementation=ALL_IMPLEMENTATIONS[implementation]))(*qkv)
-
-    prefix, listing = run("prefix"), run("listing")
-    chex.assert_trees_all_close(prefix[:, :end], listing[:, :end], atol=2e-6)
-    for row in range(end, 13):
-        assert np.abs(prefix[:, row] - listing[:, row]).max() > 1e-4
-
-
-def value_and_grads(layer, implementation, qkv, weight, dtype=jnp.float32, **options):
-    """Return the output, and the gradients of (out * weight).sum() with respect to parameters and q, k, v."""
-    params, attend = layer
-
-    @jax.jit
-    def run(params, qkv, weight):
-        def loss(params, qkv):
-            out = attend(params, *(x.astype(dtype) for x in qkv), implementation, **options)
-            assert out.dtype == dtype
-            out = out.astype(jnp.float32)
-            return (out * weight).sum(), out
-
-        grads, out = jax.grad(loss, (0, 1), has_aux=True)(params, qkv)
-        return out, *grads
-
-    return jax.device_get(run(params, qkv, weight))
-
-
-@pytest.mark.parametrize("length", [1, 2, 23])
-def test_implementations_agree_at_any_length(length):
-    """Test one token, one block, ragged last blocks, grouped heads, and a window longer than one block."""
+@pytest.mark.parametrize(("length", "window"), [(1, None), (23, 7), (30, 40)])
+def test_implementations_agree_at_any_length(length, window):
+    """Test one token, one block, ragged last blocks, grouped heads, and windows shorter and longer than a block."""
     layer, qkv = make_layer("kerple", "dape5", heads=4), make_qkv(length, 1, heads=4, kv_heads=2)
     dense, *others = (
-        value_and_grads(layer, implementation, qkv, make_weight(qkv[0]), window=7)
+        value_and_grads(layer, implementation, window=window)(qkv, make_weight(qkv[0]))
         for implementation in (Dense(), Blockwise(5, 4), Blockwise(64, 2), Cached(7))
     )
     for found in others:
         chex.assert_trees_all_close(found, dense, **close("kerple"))
 
 
-@pytest.mark.slow
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(st.data())
-def test_any_combination(data):
-    """Random methods, sizes, windows and implementations are strictly causal, prefix-invariant and equal to dense."""
-    methods = [pair for pair in itertools.product(ALL_BIASES, ALL_PROCESSORS) if is_valid(*pair)]
-    bias, processor = data.draw(st.sampled_from(methods), "method")
-    length = data.draw(st.integers(2, 30), "length")
-    t = data.draw(st.integers(1, length - 1), "t")
-    batch, kv_heads, group = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)), "B, G, H/G")
-    window = data.draw(st.none() | st.integers(1, 32), "window")
-    implementation = data.draw(
-        st.builds(Blockwise, block_size=st.integers(1, 32), num_buckets=st.integers(1, 6))
-        | st.builds(Cached, num_rows=st.integers(2, 30)),
-        "implementation",
-    )
-    heads = kv_heads * group
-    params, attend = make_layer(bias, processor, heads, 4)
-    qkv, other = (make_qkv(length, batch, heads, 4, seed, kv_heads) for seed in (1, 2))
-    changed = [jnp.concatenate([x[:, :t], y[:, t:]], axis=1) for x, y in zip(qkv, other, strict=True)]
-    step = jax.jit(lambda qkv: attend(params, *qkv, implementation, window=window))
-    whole = step(qkv)
-    chex.assert_trees_all_equal(step(changed)[:, :t], whole[:, :t])
-    dense = jax.jit(lambda qkv: attend(params, *qkv, Dense(), window=window))
-    chex.assert_trees_all_close(dense(qkv), whole, atol=tolerance(bias))
-    chex.assert_trees_all_close(step([x[:, :t] for x in qkv]), whole[:, :t], atol=tolerance(bias))
-
-
-ON_MESH = (ALL_BIASES, ("none", "dape3", "dape5", "causal2", "equation2", "of_bias"), (None, 5))
+ON_MESH = (BIASES, ("none", "dape3", "dape5", "causal2", "equation2", "of_bias"), (None, 5))
 ON_MESH_QUICK = [("kerple", "dape3", 5), ("transformer_xl", "causal2", None), ("cope", "none", None)]
 
 
@@ -282,41 +203,32 @@ ON_MESH_QUICK = [("kerple", "dape3", 5), ("transformer_xl", "causal2", None), ("
 def test_rows_over_devices_agree(bias, processor, window):
     """Rows striped over context and tensor equal dense on one device, in values and all gradients."""
     layer, qkv = make_layer(bias, processor, heads=4), make_qkv(24, heads=4, kv_heads=2)
-
-    class OnMesh(Implementation):
-        def attend_rows(self, q, k, v, positions, *score_mod_and_mask):
-            q, k, v = (stripe(x, 1) for x in (q, k, v))
-            return unstripe(attend_on_mesh(Blockwise(4, 3), q, k, v, *score_mod_and_mask), 1)
-
-    expected = value_and_grads(layer, Dense(), qkv, make_weight(qkv[0]), window=window)
+    expected = value_and_grads(layer, Dense(), window=window)(qkv, make_weight(qkv[0]))
     with jax.set_mesh(make_mesh(MeshConfig(1, 1, 2, 2), jax.devices()[:4])):
-        found = value_and_grads(layer, OnMesh(), qkv, make_weight(qkv[0]), window=window)
+        found = value_and_grads(layer, OnMesh(Blockwise(4, 3)), window=window)(qkv, make_weight(qkv[0]))
     chex.assert_trees_all_close(found, expected, **close(bias))
 
 
-BFLOAT16 = (ALL_BIASES, ("none", "dape3", "causal2", "of_bias"))
-BFLOAT16_QUICK = [("kerple", "dape3"), ("nope", "causal2"), ("cope", "none"), ("fire", "dape3")]
-
-
-@pytest.mark.parametrize(("bias", "processor"), every_case(BFLOAT16, BFLOAT16_QUICK))
+@pytest.mark.parametrize(
+    ("bias", "processor"), [("kerple", "dape3"), ("nope", "causal2"), ("cope", "none"), ("fire", "of_bias")]
+)
 @pytest.mark.usefixtures("smooth_leaky_relu")
 def test_bfloat16_is_near_float32(bias, processor):
     """Inputs and convolutions in bfloat16: values, and all gradients together.
 
     LeakyReLU is smoothed: rounding may move a hidden feature that is almost 0 across the kink, and in a small layer
-    this feature can be several per cent of the gradient. Larger errors are allowed where the gradient of Kerple's power
-    multiplies rounding errors of the probabilities by dist^2, and where CoPE's gradient jumps as a position passes an
-    integer.
+    this feature can be several per cent of the gradient. A larger error is allowed where CoPE's gradient jumps as a
+    position passes an integer.
     """
     qkv = make_qkv(16)
-    (full, *full_grads), (half, *half_grads) = (
-        value_and_grads(make_layer(bias, processor, dtype=dtype), Dense(), qkv, make_weight(qkv[0]), dtype)
+    (full, full_grads), (half, half_grads) = (
+        value_and_grads(make_layer(bias, processor, dtype=dtype), Dense(), dtype)(qkv, make_weight(qkv[0]))
         for dtype in (jnp.float32, jnp.bfloat16)
     )
     full_grad, half_grad = (np.concatenate([x.ravel() for x in jax.tree.leaves(y)]) for y in (full_grads, half_grads))
     assert not np.array_equal(half, full)
     np.testing.assert_allclose(half, full, atol=0.06)
-    allowed = 0.03 if bias in ("kerple_power", "cope") else 0.01
+    allowed = 0.03 if bias == "cope" else 0.01
     assert np.linalg.norm(half_grad - full_grad) < allowed * np.linalg.norm(full_grad)
 
 
@@ -334,103 +246,65 @@ def test_bfloat16_operands_accumulate_in_float32():
         chex.assert_trees_all_close(found, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("bias", "implementation"),
-    every_case(
-        (("kerple", "cope", "transformer_xl"), ("dense", "blockwise")),
-        [("kerple", "blockwise"), ("cope", "dense"), ("transformer_xl", "blockwise")],
-    ),
-)
+@pytest.mark.parametrize(("bias", "implementation"), [("kerple", "blockwise"), ("cope", "dense")])
 @pytest.mark.extra
 def test_grouped_heads_are_shared_heads(bias, implementation):
     """Two key heads for six query heads equal the two repeated three times, with gradients summed."""
     layer, (q, k, v) = make_layer(bias, "dape3", heads=6), make_qkv(9, heads=6, kv_heads=2)
-    weight, implementation = make_weight(q), ALL_IMPLEMENTATIONS[implementation]
-    shared = value_and_grads(layer, implementation, (q, k, v), weight)
+    weight, run = make_weight(q), value_and_grads(layer, ALL_IMPLEMENTATIONS[implementation])
+    shared = run((q, k, v), weight)
     repeated = (q, *(jnp.repeat(x, 3, axis=2) for x in (k, v)))
-    out, of_params, (dq, *grads) = value_and_grads(layer, implementation, repeated, weight)
+    out, (of_params, (dq, *grads)) = run(repeated, weight)
     sums = (grad.reshape(2, 9, 2, 3, 4).sum(3) for grad in grads)
-    chex.assert_trees_all_close(shared, (out, of_params, (dq, *sums)), atol=1e-5, rtol=1e-5)
+    chex.assert_trees_all_close(shared, (out, (of_params, (dq, *sums))), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("bias", "processor"), [("kerple", "dape3"), ("t5", "none"), ("cope", "causal2")])
-def test_a_batch_is_its_sequences(bias, processor):
-    """Sequences give the same values alone, and gradients of parameters are sums over sequences."""
-    layer, qkv = make_layer(bias, processor), make_qkv(9, batch=3)
-    weight, implementation = make_weight(qkv[0]), Blockwise(block_size=4, num_buckets=2)
-    out, of_params, of_qkv = value_and_grads(layer, implementation, qkv, weight)
-    each = [value_and_grads(layer, implementation, [x[b : b + 1] for x in qkv], weight[b : b + 1]) for b in range(3)]
-    assert np.abs(each[0][0] - each[1][0]).max() > 1e-2
-    sums = jax.tree.map(lambda *x: sum(x), *(of_params for _, of_params, _ in each))
-    chex.assert_trees_all_close(of_params, sums, **close(bias))
-    own = jax.tree.map(lambda *x: np.concatenate(x), *((out, of_qkv) for out, _, of_qkv in each))
-    chex.assert_trees_all_close((out, of_qkv), own, **close(bias))
-
-
-HALO = (
-    (1, 3, 7),
-    ("edge=listing", "leak", "leak,edge=listing", "leak,alignment=causal"),
-    (None, 3),
+@pytest.mark.parametrize(
+    ("width", "options", "window"),
+    [
+        (1, {"edge": "listing"}, 3),
+        (3, {"leak": True}, None),
+        (7, {"leak": True, "edge": "listing"}, 3),
+        (3, {"leak": True, "alignment": "causal"}, None),
+    ],
 )
-
-
-@pytest.mark.parametrize(("width", "options", "window"), every_case(HALO, pairwise(HALO)))
 @pytest.mark.extra
 def test_blocks_read_the_halo_of_a_row(width, options, window):
     """Options without a cache read keys next to the visible ones: blockwise reads them too (`key_halo`)."""
-    options = dict(option.split("=") if "=" in option else (option, True) for option in options.split(","))
     processor = DapeConfig(kernel_width=width, channels=5, **options).build(2, rngs=nnx.Rngs(0))
-    bias = BIASES["kerple"]().build(2, 4, nnx.Rngs(0))
-    qkv, options = make_qkv(29), {"bias": bias, "processor": processor, "window": window}
+    options = {"bias": make_bias("kerple", 2, 4), "processor": processor, "window": window}
     whole, blocks = (
-        jax.jit(functools.partial(attend, **options, implementation=f))(*qkv)
+        jax.jit(functools.partial(attend, **options, implementation=f))(*make_qkv(29))
         for f in (Dense(), Blockwise(block_size=4, num_buckets=5))
     )
     chex.assert_trees_all_close(blocks, whole, atol=2e-6)
 
 
-@pytest.mark.parametrize("bias", ALL_BIASES)
+@pytest.mark.parametrize("bias", ["kerple", "cope", "transformer_xl"])
 @pytest.mark.extra
-def test_biases_are_functions_of_positions_only(bias):
-    """Biases depend on no length and no offset: a corner of a large bias is the small bias, also far away."""
-    layer = ALL_BIASES[bias]().build(2, 4, nnx.Rngs(0))
-    if bias in BIASES and layer is not None:
-        q_pos, k_pos = jnp.array([1000, 3, 5]), jnp.array([0, 2, 3, 999])
-        values = jax.jit(layer)
-        whole = jax.device_get(values(jnp.arange(1001), jnp.arange(1001)))
-        assert np.abs(whole[:, 1000, 0] - whole[:, 1000, 1000]).max() > 1e-3
-        np.testing.assert_allclose(values(q_pos, k_pos), whole[:, q_pos][:, :, k_pos], rtol=1e-5, atol=1e-5)
-    if bias not in ("nope", "fire"):  # FIRE's norm depends on the position itself
-        run, qkv = compiled(bias, "dape3", "dense"), make_qkv()
-        near, far = (run(qkv, POS + start, POS + start, make_weight(qkv[0]))[0] for start in (0, 100_000))
-        np.testing.assert_allclose(near, far, atol=tolerance(bias))
+def test_attention_depends_on_no_offset(bias):
+    """Also far away; but FIRE's norm depends on the position itself."""
+    run, qkv = compiled(bias, "dape3", "dense"), make_qkv()
+    near, far = (run(qkv, make_weight(qkv[0]), POS + start, POS + start)[0] for start in (0, 100_000))
+    np.testing.assert_allclose(near, far, atol=tolerance(bias))
 
 
-@pytest.mark.parametrize("bias", BIASES)
-def test_bidirectional_biases_are_of_the_distance(bias):
-    """b(i, j) = b(j, i), and if the key is not after the query it is the causal bias."""
-    layer = BIASES[bias]().build(3, 4, nnx.Rngs(0))
-    if layer is None:
-        return
-    pos = jnp.arange(20)
-    both, causal = (jax.jit(lambda causal=causal: layer(pos, pos, causal=causal))() for causal in (False, True))
-    np.testing.assert_allclose(both, both.swapaxes(1, 2), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(np.tril(both), np.tril(causal), rtol=1e-6)
+def plain_convolution(x, kernel, pads):
+    names = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(x, kernel[None], (1, 1), ((0, 0), pads), dimension_numbers=names)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 4 else pytest.mark.slow) for seed in range(20)])
-def test_matmuls_and_convolution_agree(monkeypatch, seed):
+@pytest.mark.parametrize("platform", ["tpu", "cpu"])
+@pytest.mark.parametrize("seed", range(4))
+def test_matmuls_and_convolution_agree(monkeypatch, seed, platform):
     """Values and gradients, on a TPU and elsewhere, are those that JAX derives for the plain convolution."""
+    monkeypatch.setattr("dape_jax.model.processors.device_platform", lambda: platform)
     draw, normal = random.Random(seed), np.random.default_rng(seed).normal
     width = draw.randint(1, 7)
     left, right, columns = draw.randint(0, width - 1), draw.randint(0, width - 1), draw.randint(width, width + 4)
     dtype, (inputs, outputs) = draw.choice(["float32", "bfloat16"]), [(4, 5), (5, 4), (3, 3)][seed % 3]
     shapes = (2, 3, columns, inputs), (width, inputs, outputs), (2, 3, columns + left + right - width + 1, outputs)
     x, kernel, dy = (jnp.asarray(normal(size=shape), jnp.float32) for shape in shapes)
-
-    def plain(x, kernel):
-        names = ("NHWC", "HWIO", "NHWC")
-        return jax.lax.conv_general_dilated(x, kernel[None], (1, 1), ((0, 0), (left, right)), dimension_numbers=names)
 
     def value_and_grads(function, *args):
         def run(x, kernel):
@@ -439,15 +313,15 @@ def test_matmuls_and_convolution_agree(monkeypatch, seed):
 
         return jax.jit(run)(*args)
 
+    plain = functools.partial(plain_convolution, pads=(left, right))
     expected = value_and_grads(plain, *(y.astype(dtype).astype(jnp.float32) for y in (x, kernel)))
     assert min(np.abs(y).max() for y in expected) > 0.1
-    for platform in ("tpu", "cpu"):
-        monkeypatch.setattr("dape_jax.model.processors.device_platform", lambda platform=platform: platform)
-        ours = functools.partial(key_convolution, pad_left=left, pad_right=right)
-        found = value_and_grads(lambda x, kernel: ours(x, kernel), x.astype(dtype), kernel.astype(dtype))  # noqa: B023
-        assert [y.dtype for y in found] == [jnp.float32, dtype, dtype]
-        found = tuple(y.astype(jnp.float32) for y in found)
-        chex.assert_trees_all_close(found, expected, atol=1e-5 if dtype == "float32" else 0.1, rtol=1e-5)
+    found = value_and_grads(
+        lambda x, kernel: key_convolution(x, kernel, left, right), x.astype(dtype), kernel.astype(dtype)
+    )
+    assert [y.dtype for y in found] == [jnp.float32, dtype, dtype]
+    found = tuple(y.astype(jnp.float32) for y in found)
+    chex.assert_trees_all_close(found, expected, atol=1e-5 if dtype == "float32" else 0.1, rtol=1e-5)
 
 
 def test_no_convolution_on_a_cpu_is_longer_than_its_input():
@@ -455,59 +329,24 @@ def test_no_convolution_on_a_cpu_is_longer_than_its_input():
 
     def longest(convolve):
         """Return by how many columns the longest convolution of the compiled gradients exceeds its input."""
-        gradients = jax.jit(jax.grad(lambda x, kernel: convolve(x, kernel).sum(), (0, 1)))
+        gradients = jax.jit(jax.grad(lambda x, kernel: jnp.square(convolve(x, kernel)).sum(), (0, 1)))
         text = gradients.lower(jnp.ones((2, 8, 128, 4)), jnp.ones((3, 4, 32))).compile().as_text()
         windows = re.findall(r" convolution\(.*window=\{size=1x(\d+) pad=0_0x(-?\d+)_(-?\d+)", text)
         return max(int(left) + int(right) - int(width) + 1 for width, left, right in windows)
 
-    def plain(x, kernel):
-        names = ("NHWC", "HWIO", "NHWC")
-        padded = jnp.pad(x, ((0, 0), (0, 0), (0, 1), (0, 0)))
-        return jnp.square(
-            jax.lax.conv_general_dilated(padded, kernel[None], (1, 1), ((0, 0), (1, 1)), None, None, names)
-        )
-
-    assert longest(plain) > 0
-    assert longest(lambda x, kernel: jnp.square(key_convolution(x, kernel, 1, 2))) == 0
-
-
-def test_output_has_the_shape_of_queries_and_the_dtype_of_values():
-    """Shapes are abstract: nothing is compiled. All dims differ, so no two can be confused."""
-    batch, heads, kv_heads, head_dim = 3, 6, 2, 4
-    for bias, processor, dtype in each_value((ALL_BIASES, ALL_PROCESSORS, ("float32", "bfloat16"))):
-
-        def build(bias=bias, processor=ALL_PROCESSORS[processor], dtype=dtype):
-            options = {"has_bias": bias != "nope", "dtype": jnp.dtype(dtype), "rngs": nnx.Rngs(0)}
-            return ALL_BIASES[bias]().build(heads, head_dim, nnx.Rngs(0)), processor.build(heads, **options)
-
-        built = nnx.eval_shape(build)
-        # The last rows of the keys: all, a few, one.
-        for num_rows, implementation in ((LENGTH, "dense"), (5, Blockwise(4, 2)), (1, "dense")):
-            shapes = (batch, num_rows, heads, head_dim), (batch, LENGTH, kv_heads, head_dim)
-            q, k = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
-            run = functools.partial(attend, implementation=implementation)
-            out = jax.eval_shape(lambda q, k, m, run=run: run(q, k, k, bias=m[0], processor=m[1]), q, k, built)
-            chex.assert_shape(out, (batch, num_rows, heads, head_dim))
-            assert out.dtype == dtype
-
-
-LARGE = ([("kerple", "dape3"), ("t5", "none"), ("cope", "causal2")], ALL_IMPLEMENTATIONS)
+    assert longest(lambda x, kernel: plain_convolution(x, kernel, (1, 2))) > 0
+    assert longest(lambda x, kernel: key_convolution(x, kernel, 1, 2)) == 0
 
 
 @pytest.mark.parametrize(
-    ("method", "implementation"),
-    every_case(
-        LARGE,
-        [*((LARGE[0][0], name) for name in ALL_IMPLEMENTATIONS), *((method, "dense") for method in LARGE[0])],
-        valid=lambda *_: True,
-    ),
+    ("bias", "processor", "implementation"),
+    [("kerple", "dape3", name) for name in ALL_IMPLEMENTATIONS] + [("cope", "causal2", "dense")],
 )
 @pytest.mark.extra
-def test_large_inputs_give_finite_values_and_gradients(method, implementation):
+def test_large_inputs_give_finite_values_and_gradients(bias, processor, implementation):
     """Scores of 1e4: the softmax is one key, and a masked score is a finite number below all of them."""
     q, k, v = make_qkv()
-    pos = jnp.arange(LENGTH)
-    found = compiled(*method, implementation)([100 * q, 100 * k, v], pos, pos, jnp.ones_like(q))
+    found = compiled(bias, processor, implementation)([100 * q, 100 * k, v], jnp.ones_like(q), POS, POS)
     chex.assert_tree_all_finite(found)
     probs = found[1][1][2][0, :, 0, 0]  # the gradient of a value is the sum of the probabilities of its key
     np.testing.assert_allclose(probs.sum(), LENGTH, rtol=1e-5)
@@ -517,7 +356,7 @@ def test_inputs_of_the_convolution_and_residual():
     """Check that inputs="scores" does not read B, inputs="bias" does not read A, and residual=False does not add B."""
     draw = np.random.default_rng(0)
     scores, other = draw.standard_normal((2, 3, 2, 5, 5), np.float32)
-    bias, other_bias = draw.standard_normal((2, 1, 2, 5, 5), np.float32)
+    bias, other_bias = draw.standard_normal((2, 3, 2, 5, 5), np.float32)
     mask = jnp.asarray(np.tril(np.ones((5, 5), bool)))
 
     @functools.partial(jax.jit, static_argnames=("inputs", "residual"))
@@ -525,21 +364,18 @@ def test_inputs_of_the_convolution_and_residual():
         processor = DapeConfig(kernel_width=3, channels=4, **options).build(2, rngs=nnx.Rngs(0))
         return processor(scores, bias, mask) - scores - bias
 
-    close = {"atol": 1e-5}
-    of_scores, of_bias = added(scores, bias, inputs="scores"), added(scores, bias, inputs="bias")
-    np.testing.assert_allclose(of_scores, added(scores, other_bias, inputs="scores"), **close)
-    np.testing.assert_allclose(of_bias, added(other, bias, inputs="bias"), **close)
-    assert np.abs(of_scores - added(other, bias, inputs="scores")).max() > 0.1
-    assert np.abs(of_bias - added(scores, other_bias, inputs="bias")).max() > 0.1
-    np.testing.assert_allclose(
-        added(scores, bias) - added(scores, bias, residual=False), np.tile(bias, (3, 1, 1, 1)), **close
-    )
+    with_other_bias, with_other_scores = (scores, other_bias), (other, bias)
+    for inputs, unread, read in (
+        ("scores", with_other_bias, with_other_scores),
+        ("bias", with_other_scores, with_other_bias),
+    ):
+        found = added(scores, bias, inputs=inputs)
+        np.testing.assert_allclose(found, added(*unread, inputs=inputs), atol=1e-5)
+        assert np.abs(found - added(*read, inputs=inputs)).max() > 0.1
+    np.testing.assert_allclose(added(scores, bias) - added(scores, bias, residual=False), bias, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "bias",
-    [pytest.param(b, marks=() if b in ("nope", "kerple", "cope") else pytest.mark.slow) for b in ALL_BIASES],
-)
+@pytest.mark.parametrize("bias", ["nope", "kerple", "cope"])
 def test_identity_starts_as_the_base_and_trains(bias):
     """With init="identity" results are bitwise plain attention's; both convolutions change within two steps."""
     layer = make_bias(bias, 2, 4)
@@ -563,9 +399,7 @@ def test_identity_starts_as_the_base_and_trains(bias):
     assert np.abs(second.scores_WHC[...]).max() > 1e-3
 
 
-@pytest.mark.parametrize("row_stride", [1, 3])
-@pytest.mark.parametrize("halo", [(0, 0), (2, 1)])
-@pytest.mark.parametrize("num_runs", [1, 2, 4])
+@pytest.mark.parametrize(("num_runs", "halo", "row_stride"), [(1, (2, 1), 1), (2, (0, 0), 3), (4, (2, 1), 3)])
 def test_runs_read_the_keys_that_their_rows_see(num_runs, halo, row_stride):
     """Compare by brute force: keys up to the last column of a row of the run; with a window, enough for any block."""
     rows, block, (left, right) = 11, 2, halo
@@ -600,11 +434,11 @@ def temporary_bytes(length, implementation, **options):
 
 def test_compile_time_does_not_grow_with_length():
     """Blockwise attention compiles to the same number of instructions at any length."""
-    num_instructions = [
+    short, long, one_block = (
         len(lowered(length, Blockwise(block_size, 2)).as_text().splitlines())
         for length, block_size in ((128, 16), (1024, 16), (128, 128))
-    ]
-    assert num_instructions[0] == num_instructions[1] != num_instructions[2]
+    )
+    assert short == long != one_block
 
 
 def test_blockwise_memory_is_linear_in_length():
@@ -629,35 +463,31 @@ def test_a_window_bounds_the_memory_of_a_block():
 
 
 REFUSED = [
-    (lambda: DapeConfig(kernel_width=2), ["model.processor.kernel_width", "2", "odd"]),
-    (lambda: DapeConfig(kernel_width=0), ["model.processor.kernel_width", "0"]),
-    (lambda: DapeConfig(channels=0), ["model.processor.channels", "0", "positive"]),
-    (lambda: DapeConfig(edge="middle"), ["model.processor.edge", "middle", "listing"]),
-    (lambda: DapeConfig(alignment="left"), ["model.processor.alignment", "left", "causal"]),
-    (lambda: DapeConfig(inputs="none"), ["model.processor.inputs", "none", "scores"]),
-    (lambda: DapeConfig(init="zero"), ["model.processor.init", "zero", "identity"]),
-    (lambda: DapeConfig(inputs="bias").build(2, has_bias=False, rngs=nnx.Rngs(0)), ["model.processor.inputs", "both"]),
-    (lambda: CONTEXTUAL["cope"](num_positions=0), ["model.bias.num_positions", "0"]),
-    (lambda: attend(*make_qkv(5), bias=make_bias("cope", 2, 4), causal=False), ["model.bias", "cope", "causal"]),
-    (lambda: attend(*make_qkv(3), window=0), ["window", "0", "None"]),
-    (lambda: PositionInterpolation(factor=0.5), ["model.rotary.factor", "0.5", "1 or more"]),
-    (lambda: NtkAware(base=0.5), ["model.rotary.base", "0.5"]),
-    (lambda: NtkAware(factor=2.0).frequencies(2), ["2", "NTK"]),
-    (lambda: Yarn(train_length=0), ["model.rotary.train_length", "0"]),
-    (lambda: Yarn(beta_fast=1.0, beta_slow=2.0), ["model.rotary.beta_fast", "1.0", "2.0"]),
-    (lambda: CONTEXTUAL["transformer_xl"]().build(3, 5, nnx.Rngs(0)), ["model.width", "15", "even"]),
-    (lambda: BIASES["sandwich"](position_dim=5), ["model.bias.position_dim", "5", "even"]),
-    (lambda: Blockwise(block_size=0), ["model.attention.block_size", "0"]),
-    (lambda: BIASES["fire"](activation="tanh"), ["model.bias.activation", "tanh", "relu"]),
-    (lambda: BIASES["t5"](num_buckets=32, max_distance=8), ["model.bias.max_distance", "8"]),
+    (lambda: DapeConfig(kernel_width=2), "model.processor.kernel_width = 2: .*odd"),
+    (lambda: DapeConfig(kernel_width=0), "model.processor.kernel_width = 0"),
+    (lambda: DapeConfig(channels=0), "model.processor.channels = 0"),
+    (lambda: DapeConfig(edge="middle"), "model.processor.edge = 'middle': .*listing"),
+    (lambda: DapeConfig(inputs="bias").build(2, has_bias=False, rngs=nnx.Rngs(0)), "model.processor.inputs = 'bias'"),
+    (lambda: BIASES["cope"](num_positions=0), "model.bias.num_positions = 0"),
+    (lambda: attend(*make_qkv(5), bias=make_bias("cope", 2, 4), causal=False), "model.bias = 'cope': .*causal"),
+    (lambda: attend(*make_qkv(3), window=0), "window = 0: .*None"),
+    (lambda: PositionInterpolation(factor=0.5), "model.rotary.factor = 0.5"),
+    (lambda: NtkAware(base=0.5), "model.rotary.base = 0.5"),
+    (lambda: NtkAware(factor=2.0).frequencies(2), "= 2: .*NTK"),
+    (lambda: Yarn(train_length=0), "model.rotary.train_length = 0"),
+    (lambda: Yarn(beta_fast=1.0, beta_slow=2.0), "model.rotary.beta_fast = 1.0: .*2.0"),
+    (lambda: BIASES["transformer_xl"]().build(3, 5, nnx.Rngs(0)), "model.width = 15: .*even"),
+    (lambda: BIASES["sandwich"](position_dim=5), "model.bias.position_dim = 5: .*even"),
+    (lambda: Blockwise(block_size=0), "model.attention.block_size = 0"),
+    (lambda: BIASES["fire"](activation="tanh"), "model.bias.activation = 'tanh': .*relu"),
+    (lambda: BIASES["t5"](num_buckets=32, max_distance=8), "model.bias.max_distance = 8"),
 ]
 
 
 def test_bad_options_are_named():
     for make, words in REFUSED:
-        with pytest.raises(InputError) as error:
+        with pytest.raises(InputError, match=words):
             make()
-        assert all(word in str(error.value) for word in words), (words, error.value)
 
 
 def test_eager_calls_are_compiled_once():

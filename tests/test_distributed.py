@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from processes import Run, environment, losses, run_python, steps
 from test_training import saved_arrays
 
-from dape_jax import command_line, distributed
+from dape_jax import distributed
 from dape_jax.config import RunConfig
 from dape_jax.distributed import PreemptionGuard
 from dape_jax.errors import InputError, StoppedError
@@ -169,16 +169,14 @@ def test_a_signal_to_a_single_process_is_noticed_and_the_handlers_restored():
         assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)] == before
 
 
-def test_the_status_and_message_of_a_stop_name_the_signal(tmp_path, monkeypatch, capsys):
+def test_a_stop_names_the_signal(tmp_path, monkeypatch):
     monkeypatch.setattr(
         PreemptionGuard, "should_stop", lambda guard, step: guard._tell(signal.SIGUSR1, None) or guard.is_told
     )
     spec = tiny.spec(tmp_path, model__num_layers=1, train__num_steps=2)
-    monkeypatch.setattr(command_line.app, "run", lambda main, flags_parser: main(["program"]))
-    with pytest.raises(SystemExit) as status:
-        command_line.run(lambda: loop.train(spec, tmp_path / "run"))
-    assert status.value.code == 138
-    assert capsys.readouterr().err.splitlines()[-1] == "stopped by SIGUSR1 before step 1; the same command resumes"
+    with pytest.raises(StoppedError, match=r"^stopped by SIGUSR1 before step 1; the same command resumes$") as error:
+        loop.train(spec, tmp_path / "run")
+    assert error.value.number == signal.SIGUSR1
 
 
 @given(start=st.integers(0, 50), noticed_at=st.integers(0, 60), num_steps=st.integers(1, 60))
@@ -287,7 +285,6 @@ def test_two_processes_are_one(root, tmp_path, one_process):
     # If one process cannot decode its part of a step, both skip the step.
     workdir = tmp_path / "two_damaged"
     shutil.copytree(tmp_path / "two", workdir)
-    (workdir / "config.json").write_text("{")
     for file in (workdir / "checkpoints" / "8" / "params" / "ocdbt.process_1" / "d").iterdir():
         file.write_bytes(bytes(byte ^ 0x55 if place % 7 == 3 else byte for place, byte in enumerate(file.read_bytes())))
     two = Run(root, workdir, 2, *EIGHT_STEPS, *new)
@@ -332,7 +329,9 @@ def test_two_processes_stop_together_and_die_together(root, tmp_path):
     killed_at = time.monotonic()
     survivor, killed = two.wait(30)
     assert time.monotonic() - killed_at < 30
-    assert survivor in (-signal.SIGABRT, 1)  # by the runtime, or by a collective's error
+    # By a collective's error, or by a signal: the runtime aborts, and has crashed while Python was exiting.
+    assert survivor != 0
+    assert re.search("another task died|Gloo .* failed", two.texts()[0]), two.texts()
     assert killed == -signal.SIGKILL
     assert checkpoint.restore_config(workdir)[0] == steps(workdir)[-1]
 

@@ -2,8 +2,8 @@
 
 import csv
 import dataclasses
+import itertools
 import json
-import logging
 import math
 import shutil
 import subprocess
@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 from matplotlib.figure import Figure
 from processes import run_python
+from tiny import load_corpus
 
 from dape_jax import provenance
 from dape_jax.config import CHOICES, RunConfig
@@ -35,32 +36,14 @@ from dape_jax.evaluation import figures, perplexity, programs, report, statistic
 from dape_jax.evaluation.comparison import compare, methods_of
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.perplexity import choose_windows, compile_lengths, score_windows, window_batch
-from dape_jax.evaluation.programs import available_bytes, model_at, padded_batches, predicted_bytes, run_in_batches
+from dape_jax.evaluation.programs import model_at, padded_batches, predicted_bytes, run_in_batches
 from dape_jax.evaluation.report import ReportPaths
-from dape_jax.evaluation.statistics import (
-    MARGIN_NATS,
-    SMOOTHED_OCTAVES,
-    bin_ends,
-    delta_result,
-    deltas_of,
-    length_result,
-    lengths_of,
-    positions_of,
-    positions_result,
-)
 from dape_jax.evaluation.trained import TrainedModel, corpora_of, named_apart, read_trained
 from dape_jax.model.transformer import model_structure
-from dape_jax.sharding import MeshConfig, make_mesh, put_batch, read_mesh
+from dape_jax.sharding import MeshConfig, make_mesh, put_batch
 from dape_jax.training import checkpoint, loop
 from dape_jax.training.optimizer import make_optimizer
-from dape_jax.training.source import load_corpus
-from dape_jax.training.step import (
-    abstract_params,
-    init_state,
-    make_nll_step,
-    make_train_step,
-    shardings_of,
-)
+from dape_jax.training.step import abstract_params, init_state, make_nll_step, make_train_step, shardings_of
 
 ALL = MeshConfig(data=1, fsdp=-1, context=1, tensor=1)
 
@@ -70,12 +53,6 @@ def evaluate(
 ) -> ReportPaths:
     """Evaluate with the options as keywords."""
     return perplexity.evaluate(workdirs, Options(**options), mesh=mesh, output=output)
-
-
-@pytest.fixture(scope="module")
-def root(trained_root) -> Path:
-    """Directory of the text that the runs were trained on."""
-    return trained_root
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +66,9 @@ def read_runs(directory: Path, stem: str = "lengths") -> list[dict[str, Any]]:
     return json.loads((directory / f"{stem}.json").read_text(), parse_constant=pytest.fail)["runs"]
 
 
-def untrained(root: Path, **changes: Any) -> TrainedModel:
+def untrained(trained_root: Path, **changes: Any) -> TrainedModel:
     """Return a model without a checkpoint."""
-    run = RunConfig.from_dict(tiny.spec(root, **{"model__num_layers": 1} | changes))
+    run = RunConfig.from_dict(tiny.spec(trained_root, **{"model__num_layers": 1} | changes))
     return TrainedModel(epath.Path("test"), 0, run, "", run.mesh)
 
 
@@ -107,20 +84,20 @@ def store_of(lengths: list[int]) -> TokenStore:
 
 @pytest.mark.parametrize("num_rows", [1, 7, 16])
 def test_rows_in_batches_are_each_run_once_and_padding_is_dropped(num_rows):
-    mesh, progress, seen = make_mesh(ALL), [], []
+    progress, seen = [], []
 
     def make_batch(rows: np.ndarray) -> dict[str, np.ndarray]:
-        seen.append(rows.tolist())
+        seen.append(len(rows))
         return {"inputs": np.stack([rows, rows + 100], axis=1).astype(np.int32)}
 
     def step(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         return batch["inputs"] * 2, batch["inputs"].sum(axis=1)
 
-    options = {"num_rows": num_rows, "batch_size": 8, "mesh": mesh, "progress": progress.append}
+    options = {"num_rows": num_rows, "batch_size": 8, "mesh": make_mesh(ALL), "progress": progress.append}
     doubled, sums = run_in_batches(step, make_batch, **options)
     np.testing.assert_array_equal(doubled, 2 * np.stack([np.arange(num_rows), np.arange(num_rows) + 100], axis=1))
     np.testing.assert_array_equal(sums, 2 * np.arange(num_rows) + 100)
-    assert {len(rows) for rows in seen} == {8}
+    assert set(seen) == {8}
     assert sum(progress) == num_rows
 
 
@@ -198,7 +175,7 @@ def test_bytes_of_the_scored_tokens_are_counted():
 def test_perplexity_is_of_the_sum(rows, tokens_each):
     """Perplexity is exp(sum of nll / number of tokens), not a mean of perplexities; the interval contains it."""
     documents, nlls = np.array([document for document, _ in rows]), np.array([nll for _, nll in rows])
-    result = length_result(7, documents, np.outer(nlls, np.full(tokens_each, 1 / tokens_each)))
+    result = statistics.length_result(7, documents, np.outer(nlls, np.full(tokens_each, 1 / tokens_each)))
     assert result["perplexity"] == pytest.approx(math.exp(nlls.sum() / (len(rows) * tokens_each)))
     assert result["num_tokens"] == len(rows) * tokens_each
     assert result["num_documents"] == len({document for document, _ in rows})
@@ -215,33 +192,23 @@ def test_intervals_are_those_of_95_per_cent(windows_each):
     rng, num = np.random.default_rng(0), 300
     nll = np.repeat(2.0 + rng.standard_normal(num), windows_each)
     documents = np.repeat(np.arange(num), windows_each)
-    result = length_result(7, documents, nll[:, None])
+    result = statistics.length_result(7, documents, nll[:, None])
     error = nll.std() / math.sqrt(num)
     for bound, sign in (("low", -1), ("high", 1)):
         assert math.log(result[bound]) == pytest.approx(nll.mean() + sign * 1.96 * error, abs=0.15 * error)
     # Every interval can be computed again from the file.
     again = np.array(result["window_nats"])[:, None]
-    assert length_result(7, documents, again) == result
-
-
-@settings(deadline=None, max_examples=25)
-@given(st.lists(st.tuples(st.integers(0, 5), st.floats(1, 50)), min_size=2, max_size=20), st.floats(-0.9, 0.9))
-def test_delta_is_positive_where_context_helps(rows, saved):
-    documents, local = np.array([document for document, _ in rows]), np.array([nll for _, nll in rows])
-    result = delta_result(64, documents, local[None], local[None] - saved, np.full(len(local), 16))
-    assert result["delta"] == pytest.approx(result["local"] - result["full"])
-    # Every document gains the same nll in every window, so no sample of documents changes the sign.
-    assert np.sign(result["delta"]) == np.sign(saved) or result["delta"] == pytest.approx(0)
-    if result["low"] is not None and result["high"] is not None:
-        assert result["low"] >= 0 or saved < 0
-        assert result["high"] <= 0 or saved > 0
+    assert statistics.length_result(7, documents, again) == result
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 300), st.integers(1, 5), st.integers(1, 100), st.integers(0, 2**32 - 1))
 def test_bins_are_means_of_what_was_measured(length, num_windows, train_length, seed):
     nll = np.random.default_rng(seed).exponential(size=(num_windows, length))
-    positions, ends = positions_result(np.arange(num_windows), nll, train_length), bin_ends(length)
+    positions, ends = (
+        statistics.positions_result(np.arange(num_windows), nll, train_length),
+        statistics.bin_ends(length),
+    )
     assert [each["last"] for each in positions["bins"]] == ends.tolist()
     assert (np.diff(ends) > 0).all()
     assert {2**octave for octave in range(length.bit_length())} | {length} <= set(ends.tolist())
@@ -249,7 +216,11 @@ def test_bins_are_means_of_what_was_measured(length, num_windows, train_length, 
         measured = nll[:, each["first"] - 1 : each["last"]]
         assert each["num_tokens"] == measured.size
         assert each["nll_nats"] == pytest.approx(measured.mean())
-        near = [b for b in positions["bins"] if abs(math.log2(b["last"] / each["last"])) <= SMOOTHED_OCTAVES + 1e-9]
+        near = [
+            b
+            for b in positions["bins"]
+            if abs(math.log2(b["last"] / each["last"])) <= statistics.SMOOTHED_OCTAVES + 1e-9
+        ]
         smoothed = nll[:, near[0]["first"] - 1 : near[-1]["last"]].mean()
         assert each["smoothed_nats"] == pytest.approx(smoothed)
         assert each["excess_nats"] == pytest.approx(smoothed - positions["reference_nats"])
@@ -259,54 +230,33 @@ def test_bins_are_means_of_what_was_measured(length, num_windows, train_length, 
     assert (positions["breaks_at"] is None) or positions["breaks_at"] > train_length
 
 
-@pytest.mark.parametrize("breaks_at", [None, 100, 700])
+@pytest.mark.parametrize("breaks_at", [100, 700])
 def test_a_break_is_found_and_noise_is_not_a_break(breaks_at):
     """Find a loss that rises by twice the margin at a position, with noise ten times as large."""
-    nll = np.random.default_rng(0).normal(2.0, 10 * MARGIN_NATS, (64, 1024))
-    if breaks_at is not None:
-        nll[:, breaks_at - 1 :] += 2 * MARGIN_NATS
-    found = positions_result(np.arange(64), nll, 64)["breaks_at"]
-    if breaks_at is None:
-        assert found is None
-    else:
-        # The smoothed curve exceeds the margin when half of its window is beyond the break.
-        assert breaks_at * 2**-SMOOTHED_OCTAVES < found < breaks_at * 2**SMOOTHED_OCTAVES
-
-
-@settings(deadline=None)
-@given(st.floats(0, 1e6), st.floats(0, 1e6))
-def test_a_perplexity_too_large_for_a_float_is_infinite(local, full):
-    documents, losses = np.arange(4), [np.full((4, 2), loss) for loss in (local, full)]
-    for loss, nll in zip((local, full), losses, strict=True):
-        result = length_result(8, documents, nll)
-        is_infinite = loss > math.log(np.finfo(float).max)
-        assert result["perplexity"] == pytest.approx(math.inf if is_infinite else math.exp(loss))
-        assert (result["perplexity"] == math.inf) == is_infinite
-        assert result["low"] == pytest.approx(result["perplexity"]) == result["high"]
-    delta = delta_result(8, documents, *(nll.sum(axis=1)[None] for nll in losses), np.full(4, 2))
-    if math.isinf(delta["local"]) and math.isinf(delta["full"]):
-        assert math.isnan(delta["delta"])  # the difference of two infinities
-    else:
-        assert delta["delta"] == delta["local"] - delta["full"]
+    nll = np.random.default_rng(0).normal(2.0, 10 * statistics.MARGIN_NATS, (64, 1024))
+    assert statistics.positions_result(np.arange(64), nll, 64)["breaks_at"] is None
+    nll[:, breaks_at - 1 :] += 2 * statistics.MARGIN_NATS
+    found = statistics.positions_result(np.arange(64), nll, 64)["breaks_at"]
+    # The smoothed curve exceeds the margin when half of its window is beyond the break.
+    assert breaks_at * 2**-statistics.SMOOTHED_OCTAVES < found < breaks_at * 2**statistics.SMOOTHED_OCTAVES
 
 
 @pytest.mark.parametrize("first_nan", [40, 200])
 def test_positions_whose_loss_is_nan_are_where_a_model_breaks(first_nan):
     """NaN does not change the smoothed loss of earlier positions."""
     nll = np.random.default_rng(0).normal(2.0, 0.1, (8, 256))
-    expected = positions_result(np.arange(8), nll, 64)
+    expected = statistics.positions_result(np.arange(8), nll, 64)
     nll[3, first_nan - 1 :] = np.nan
-    found = positions_result(np.arange(8), nll, 64)
+    found = statistics.positions_result(np.arange(8), nll, 64)
     assert expected["breaks_at"] is None
-    assert max(65, first_nan * 2**-SMOOTHED_OCTAVES) <= found["breaks_at"] <= max(65, first_nan)
+    assert max(65, first_nan * 2**-statistics.SMOOTHED_OCTAVES) <= found["breaks_at"] <= max(65, first_nan)
     for bin_found, bin_expected in zip(found["bins"], expected["bins"], strict=True):
-        is_before = bin_found["last"] * 2**SMOOTHED_OCTAVES < first_nan
+        is_before = bin_found["last"] * 2**statistics.SMOOTHED_OCTAVES < first_nan
         assert math.isnan(bin_found["nll_nats"]) == (bin_found["last"] >= first_nan)
         assert bin_found["smoothed_nats"] == bin_expected["smoothed_nats"] or not is_before
 
 
-@pytest.mark.parametrize("protocol", perplexity.PROTOCOLS)
-@pytest.mark.parametrize("loss", [1e9, math.nan], ids=str)
+@pytest.mark.parametrize(("protocol", "loss"), [("perplexity", 1e9), ("delta", 1e9), ("positions", math.nan)])
 def test_a_model_that_diverged_does_not_affect_the_others(tmp_path, protocol, loss):
     rng, documents = np.random.default_rng(0), np.arange(4)
     lengths = (64,) if protocol == "positions" else (16, 32)
@@ -318,14 +268,12 @@ def test_a_model_that_diverged_does_not_affect_the_others(tmp_path, protocol, lo
     paths = figures.save(stem, tmp_path, both, Options())
     first, second = read_runs(tmp_path, stem)
     assert second == report.json_values(both[1])
-    word = "nan" if math.isnan(loss) else "inf"
-    if protocol == "perplexity":
-        assert [each["perplexity"] for each in first["lengths"]] == [word, word]
-        assert word in paths.table
+    if protocol != "positions":
+        assert [each["perplexity"] for each in first["lengths"]] == ["inf", "inf"]
     assert matplotlib.image.imread(paths.figure).shape[0] > 300
 
 
-@pytest.mark.parametrize("value", [1.7e308, 1e99, math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("value", [1e99, 1.7e308, math.nan], ids=str)
 def test_figures_leave_out_points_that_cannot_be_drawn(value):
     """Omitted points are still in the table."""
     counts = {"num_tokens": 64, "num_windows": 4, "num_documents": 2}
@@ -336,9 +284,8 @@ def test_figures_leave_out_points_that_cannot_be_drawn(value):
     run = {"name": "_a_$^$", "train_length": 16, "last_tokens": 16, "lengths": lengths}
     _, rows, figure = figures.perplexity_table([run])
     assert report.number(value) in rows[1][2]
-    assert len(rows[1][2]) < 40
     (line,) = [
-        line for line in figure.axes[0].get_lines() if len(line.get_ydata()) == 2 and line.get_marker() != "None"
+        each for each in figure.axes[0].get_lines() if len(each.get_ydata()) == 2 and each.get_marker() != "None"
     ]
     assert np.isfinite(line.get_ydata()).tolist() == [True, value == 1e99]
     report.image_of(figure, "png")  # a name that matplotlib would read as a formula
@@ -347,9 +294,8 @@ def test_figures_leave_out_points_that_cannot_be_drawn(value):
 # ---- comparisons from a report's JSON
 
 QUICKSTART = Path(__file__).parents[1] / "results/quickstart/lengths.json"
-
-
-PROTOCOL_OF = {"lengths": lengths_of, "delta": deltas_of, "positions": positions_of}
+PROTOCOL_OF = {"lengths": statistics.lengths_of, "delta": statistics.deltas_of, "positions": statistics.positions_of}
+EASY, SPREAD = np.random.default_rng(0).normal(32, 4, 80), np.array([[-0.8], [0.0], [0.8]])
 
 
 def seeds_of(
@@ -377,7 +323,9 @@ def seeds_of(
 def test_paired_differences_are_those_of_the_saved_windows():
     """Compute the mean and its bootstrap over documents by hand."""
     runs = report.read_results(epath.Path(QUICKSTART))
-    _, ours = compare("lengths", runs, Options(baseline="kerple"))
+    compared = compare("lengths", runs, Options(baseline="kerple"))
+    assert compare("lengths", runs, Options(baseline="runs/quickstart/kerple/")) == compared
+    _, ours = compared
     documents, rng = np.array(runs[0]["documents"]), np.random.default_rng(1)
     assert [each["length"] for each in ours["differences"]] == [64, 128, 256, 512, 1024, 2048]
     for found, theirs, other in list(zip(ours["differences"], runs[0]["lengths"], runs[1]["lengths"], strict=True))[
@@ -405,74 +353,63 @@ def test_seeds_are_one_method_with_an_interval_over_seeds_and_documents():
     assert math.log(length["perplexity"]) == pytest.approx(easy.mean() / 16)
     t, of_documents = 4.303 * 3 / math.sqrt(3) / 16, 1.96 * easy.std() / math.sqrt(80) / 16
     assert math.log(length["high"] / length["perplexity"]) == pytest.approx(math.hypot(t, of_documents), rel=0.15)
-    assert ours["differences"] == [
-        {"length": 16, "nats": pytest.approx(-0.1), "low": pytest.approx(-0.1)}
-        | {"high": pytest.approx(-0.1), "seeds": 3}
-    ]
-    panels = figures.perplexity_table([base, ours]).figure.axes
-    assert [axes.get_legend_handles_labels()[1] for axes in panels] == [
-        ["kerple", "dape1x3-kerple"],
-        ["dape1x3-kerple"],
-    ]
+    (difference,) = ours["differences"]
+    assert (difference["length"], difference["seeds"]) == (16, 3)
+    assert [difference[end] for end in ("nats", "low", "high")] == pytest.approx([-0.1] * 3)
     _, (_, rows, figure) = figures.table_of("lengths", runs, Options(labels=("kerple=Kerple",)))
     assert [row[0] for row in rows] == ["", "Kerple (3 seeds)", "dape1x3-kerple (3 seeds)"]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["Kerple", "dape1x3-kerple"]
     assert len(compare("lengths", runs, Options(group_seeds=False))) == 6
-    with pytest.raises(InputError, match=r"--baseline = 'fire': must be one of the runs .*kerple-seed0, .*, kerple"):
-        compare("lengths", runs, Options(baseline="fire"))
+    seeds = [run for run in runs if run["name"].startswith("kerple-seed")]
+    with pytest.raises(InputError, match=r"--baseline = 'kerple-seed1': needs another method .* --group_seeds=no"):
+        compare("lengths", seeds, Options(baseline="kerple-seed1"))
 
 
-def test_gains_and_losses_by_position_are_of_methods_and_compared_on_the_same_windows():
-    """The baseline loses 0.08 nats a token beyond the train length; the other gains as much, and starts 0.2 lower."""
-    easy, spread = np.random.default_rng(0).normal(32, 4, 80), np.array([[-0.8], [0.0], [0.8]])
+def two_methods(stem: str) -> tuple[list[dict[str, Any]], list[list[str]]]:
+    """Return the results of two methods of three seeds, and the rows of their table.
 
-    def compared(stem: str) -> tuple[list[dict[str, Any]], report.Table]:
-        runs = seeds_of(easy + spread, "kerple", "a", stem, 0.08)
-        runs += seeds_of(easy + spread - 3.2, "dape1x3-kerple", "b", stem, -0.08)
-        shown, table = figures.table_of(stem, runs, Options(baseline="kerple"))
-        assert [each["runs"] for each in shown] == [[f"{name}-seed{i}" for i in range(3)] for name in names]
-        top, below = table.figure.axes
-        assert [text.get_text() for text in table.figure.legends[0].get_texts()] == list(names)
-        colors = [{line.get_label(): line.get_color() for line in axes.get_lines()} for axes in (top, below)]
-        assert colors[0]["dape1x3-kerple"] == colors[1]["dape1x3-kerple"] != colors[0]["kerple"]
-        assert "kerple" not in colors[1]
-        return shown, table
+    The baseline loses 0.08 nats a token beyond the train length; the other gains as much, and starts 0.2 lower.
+    """
+    runs = seeds_of(EASY + SPREAD, "kerple", "a", stem, 0.08) + seeds_of(EASY + SPREAD - 3.2, "dape", "b", stem, -0.08)
+    shown, table = figures.table_of(stem, runs, Options(baseline="kerple"))
+    top, below = table.figure.axes
+    colors = [{line.get_label(): line.get_color() for line in axes.get_lines()} for axes in (top, below)]
+    assert colors[0]["dape"] == colors[1]["dape"] != colors[0]["kerple"]
+    assert "kerple" not in colors[1]
+    return shown, table.rows
 
-    names = "kerple", "dape1x3-kerple"
-    (base, ours), table = compared("delta")
-    start = math.exp(easy.mean() / 16), math.exp(easy.mean() / 16 - 0.2)
+
+def test_gains_of_methods_are_compared_on_the_same_windows():
+    (base, ours), rows = two_methods("delta")
+    start = math.exp(EASY.mean() / 16), math.exp(EASY.mean() / 16 - 0.2)
     gains = [p - p * math.exp(change) for p, change in zip(start, (0.08, -0.08), strict=True)]
     for each, gain in zip((base, ours), gains, strict=True):
         (delta,) = each["deltas"]
         assert delta["delta"] == pytest.approx(gain)
         assert delta["delta"] == each["lengths"][0]["perplexity"] - each["lengths"][1]["perplexity"]
         # Over documents and seeds: the standard errors of the loss, in quadrature, times the gain.
-        half = math.hypot(4.303 * 0.8 / math.sqrt(3), 1.96 * easy.std() / math.sqrt(80)) / 16 * abs(gain)
+        half = math.hypot(4.303 * 0.8 / math.sqrt(3), 1.96 * EASY.std() / math.sqrt(80)) / 16 * abs(gain)
         assert delta["high"] - delta["low"] == pytest.approx(2 * half, rel=0.2)
     (difference,) = ours["differences"]
     assert (difference["delta"], difference["seeds"]) == (pytest.approx(gains[1] - gains[0]), 3)
-    assert table.rows[0] == ["", *(f"{name} (3 seeds)" for name in names), "dape1x3-kerple - kerple"]
-    assert table.rows[-1][-1].startswith(f"{gains[1] - gains[0]:+.2f} [")
+    assert rows[0] == ["", "kerple (3 seeds)", "dape (3 seeds)", "dape - kerple"]
+    assert rows[-1][-1].startswith(f"{gains[1] - gains[0]:+.2f} [")
 
-    (base, ours), table = compared("positions")
-    assert (base["positions"]["breaks_at"], ours["positions"]["breaks_at"]) == (None, None)
-    assert base["positions"]["reference_nats"] == pytest.approx(easy.mean() / 16)
+
+def test_losses_by_position_of_methods_are_compared_on_the_same_windows():
+    (base, ours), rows = two_methods("positions")
+    assert base["positions"]["reference_nats"] == pytest.approx(EASY.mean() / 16)
     *bins, reference, last_octave = ours["differences"]
     assert [each["last"] for each in bins] == [each["last"] for each in ours["positions"]["bins"]]
     for each, nats in ((reference, -0.2), (last_octave, -0.36), (bins[0], -0.2), (bins[-1], -0.36)):
         assert [each[end] for end in ("nats", "low", "high")] == pytest.approx([nats] * 3, abs=1e-5)  # all cancels
-        assert each["seeds"] == 3
-    assert table.rows[2:] == [
-        ["dape1x3-kerple (3 seeds)", *table.rows[2][1:]],
-        ["dape1x3-kerple - kerple", *(f"{n:+.3f} [{n:+.3f}, {n:+.3f}]" for n in (-0.2, -0.36)), ""],
-    ]
-    one = seeds_of(easy[None], "kerple", "a", "positions", 0.3)  # a method of one run is that run
+    assert rows[3] == ["dape - kerple", *(f"{n:+.3f} [{n:+.3f}, {n:+.3f}]" for n in (-0.2, -0.36)), ""]
+    one = seeds_of(EASY[None], "kerple", "a", "positions", 0.3)  # a method of one run is that run
     assert compare("positions", one, Options())[0]["positions"] == one[0]["positions"]
     for each in one[0]["positions"]["bins"]:
         del each["window_nats"]
-    others = seeds_of(easy[None], "alibi", "b", "positions")
     with pytest.raises(InputError, match=r"positions = \['kerple-seed0'\]: must be evaluated again"):
-        compare("positions", others + one, Options(baseline="alibi-seed0"))
+        compare("positions", seeds_of(EASY[None], "alibi", "b", "positions") + one, Options(baseline="alibi-seed0"))
 
 
 @pytest.mark.parametrize(
@@ -485,8 +422,8 @@ def test_gains_and_losses_by_position_are_of_methods_and_compared_on_the_same_wi
         ("runs/x runs/x/x", "x x/x"),
     ],
 )
-def test_names_are_the_last_parts_of_workdirs_that_differ(root, workdirs, names):
-    models = [dataclasses.replace(untrained(root), workdir=epath.Path(each)) for each in workdirs.split()]
+def test_names_are_the_last_parts_of_workdirs_that_differ(trained_root, workdirs, names):
+    models = [dataclasses.replace(untrained(trained_root), workdir=epath.Path(each)) for each in workdirs.split()]
     assert [model.name for model in named_apart(models, "workdir")] == names.split()
 
 
@@ -509,9 +446,9 @@ def test_a_method_has_the_name_of_its_runs_without_their_seeds(names, expected):
     assert (method.name, method.label) == (expected, "A")
 
 
-def test_runs_are_one_method_if_their_configs_differ_only_in_seeds(root):
+def test_runs_are_one_method_if_their_configs_differ_only_in_seeds(trained_root):
     one, other, longer = (
-        untrained(root, **changes).identity
+        untrained(trained_root, **changes).identity
         for changes in ({}, {"train__seed": 3, "data__seed": 4, "train__max_to_keep": 7}, {"train__num_steps": 9})
     )
     assert one["config"] == other["config"] != longer["config"]
@@ -519,40 +456,27 @@ def test_runs_are_one_method_if_their_configs_differ_only_in_seeds(root):
 
 
 def test_a_figure_is_drawn_again_from_the_json_and_its_pdf_has_truetype_fonts(tmp_path):
-    options = {"baseline": "kerple", "labels": ("kerple=A",), "format": ("pdf", "svg", "md")}
-    drawn = figures.redraw(epath.Path(QUICKSTART), Options(**options), epath.Path(tmp_path))
+    options = Options(baseline="kerple", labels=("kerple=A",), format=("pdf", "svg", "md"))
+    drawn = figures.redraw(epath.Path(QUICKSTART), options, epath.Path(tmp_path))
     assert sorted(file.suffix for file in tmp_path.iterdir()) == [".md", ".pdf", ".png", ".svg"]
     assert "dape1x3-kerple - A, nats" in drawn.table
     pdf = (tmp_path / "lengths.pdf").read_bytes()
     assert b"/FontFile2" in pdf
     assert b"/Type3" not in pdf
-    content = json.loads(QUICKSTART.read_text())["runs"]
-    saved = figures.save("lengths", tmp_path, content, Options(**options))
+    saved = figures.save("lengths", tmp_path, json.loads(QUICKSTART.read_text())["runs"], options)
     assert saved.table == drawn.table
     assert (tmp_path / "lengths.pdf").read_bytes() == pdf
-    assert json.loads((tmp_path / "lengths.json").read_text())["methods"][1]["differences"][0]["seeds"] == 1
     for name, words in (("other", "must be lengths.json"), ("delta", "must be the JSON of an evaluation")):
         with pytest.raises(InputError, match=words):
             figures.redraw(epath.Path(tmp_path / f"{name}.json"), Options(), None)
 
 
-def test_the_label_of_a_train_length_is_inside_the_frame():
-    for length in (16, 64, 1024):
-        axes = Figure(figsize=(4, 3)).subplots()
-        axes.plot([16, 64, 1024], [1, 2, 3])
-        figures.lengths_axis(axes, [16, 64, 1024])
-        figures.mark_train_lengths(axes, [length])
-        axes.figure.draw_without_rendering()
-        (text,) = axes.texts
-        assert axes.bbox.x0 <= text.get_window_extent().x0 < text.get_window_extent().x1 <= axes.bbox.x1
-
-
 # ---- scores
 
 
-def test_training_loss_is_the_evaluators_loss(root):
+def test_training_loss_is_the_evaluators_loss(trained_root):
     """Compare the training step and the evaluator on the same batch, at the train length."""
-    run = RunConfig.from_dict(tiny.spec(root, train__num_steps=4))  # the programs of the trained run
+    run = RunConfig.from_dict(tiny.spec(trained_root, train__num_steps=4))  # the programs of the trained run
     mesh = make_mesh(run.mesh)
     corpus = load_corpus(run.data)
     batch = next(train_batches(corpus.train, train_length=16, global_batch_size=8, seed=0, shard_index=0, num_shards=1))
@@ -567,9 +491,9 @@ def test_training_loss_is_the_evaluators_loss(root):
     assert float(metrics["loss_nats"]) == pytest.approx(float(evaluated.mean()), rel=1e-6)
 
 
-def test_scores_are_those_of_whole_windows_dense_and_blockwise(root, caplog):
+def test_scores_are_those_of_whole_windows_dense_and_blockwise(trained_root, caplog):
     """Score all tokens of dense windows in one call: the evaluator's are its last, without a new program."""
-    mesh, model = make_mesh(ALL), untrained(root, evaluation__lengths=(16, 64), evaluation__blockwise_from=64)
+    mesh, model = make_mesh(ALL), untrained(trained_root, evaluation__lengths=(16, 64), evaluation__blockwise_from=64)
     store = load_corpus(model.run.data).validation
     params = init_state(model.run.model, make_optimizer(model.run.optimizer, 4), 0, mesh).params
     windows = choose_windows(store, 64, 8)
@@ -590,30 +514,14 @@ def test_scores_are_those_of_whole_windows_dense_and_blockwise(root, caplog):
         assert [record for record in caplog.records if "ompil" in record.getMessage()]
 
 
-def test_unembedding_in_chunks_changes_no_value(root):
-    """Test chunks that divide the number of tokens and chunks that do not."""
-    run = untrained(root).run
-    mesh = make_mesh(run.mesh)
-    params = init_state(run.model, make_optimizer(run.optimizer, 4), 0, mesh).params
-    graphdef, _ = model_structure(run.model)
-    tokens = np.random.default_rng(0).integers(0, 257, (8, 17)).astype(np.int32)
-    with jax.set_mesh(mesh):
-        batch = put_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
-        plain = make_nll_step(graphdef, 16)(params, batch)
-        for last_tokens, logits_chunk_tokens in ((15, 5), (7, 1)):
-            chunked = make_nll_step(graphdef, last_tokens, logits_chunk_tokens)(params, batch)
-            np.testing.assert_allclose(plain[:, -last_tokens:], chunked, rtol=1e-6)
-
-
-@pytest.mark.parametrize("mesh", [pytest.param("context=8", marks=pytest.mark.slow), "fsdp=2,context=4"])
 @pytest.mark.extra
-def test_devices_that_share_a_sequence_give_the_same(runs, tmp_path, mesh):
+def test_devices_that_share_a_sequence_give_the_same(runs, tmp_path):
     """Perplexities do not depend on the mesh, up to rounding, dense and blockwise."""
     found, expected = (
-        read_runs(evaluate(runs[1:], mesh=m, lengths=(16, 64), output=tmp_path / str(n)).directory)
-        for n, m in enumerate((read_mesh("--mesh", mesh), None))
+        read_runs(evaluate(runs[1:], mesh=mesh, lengths=(16, 64), output=tmp_path / str(mesh)).directory)[0]["lengths"]
+        for mesh in (MeshConfig(1, 2, 4, 1), None)
     )
-    for ours, theirs in zip(found[0]["lengths"], expected[0]["lengths"], strict=True):
+    for ours, theirs in zip(found, expected, strict=True):
         assert ours["nll_nats"] == pytest.approx(theirs["nll_nats"], rel=1e-5)
         assert ours["num_tokens"] == theirs["num_tokens"]
 
@@ -626,7 +534,6 @@ def test_two_evaluations_agree_to_the_bit_and_compare_methods(runs, tmp_path, ca
     contents = []
     for output, formats in ((tmp_path / "first", ()), (tmp_path / "second", ("csv", "md"))):
         written = evaluate(runs, lengths=(16, 64), output=output, format=formats)
-        assert written.directory == output
         contents.append((output / "lengths.json").read_bytes())
         assert capsys.readouterr().out == written.table + "\n"
         assert {file.suffix for file in output.iterdir()} == {".json", ".png", *(f".{each}" for each in formats)}
@@ -640,13 +547,10 @@ def test_two_evaluations_agree_to_the_bit_and_compare_methods(runs, tmp_path, ca
         for result, cell in zip(run["lengths"], row, strict=True):
             assert result["low"] < result["perplexity"] < result["high"]
             assert cell == f"{result['perplexity']:.2f} [{result['low']:.2f}, {result['high']:.2f}]"
-            assert cell in written.table
+            assert all(cell in text for text in (written.table, (output / "lengths.md").read_text()))
             assert result["bits_per_byte"] == result["nll_nats"] / result["num_bytes"] / math.log(2)
             assert result["num_tokens"] - result["num_windows"] <= result["num_bytes"] < result["num_tokens"]
-            assert cell in (output / "lengths.md").read_text()
-    figure = matplotlib.image.imread(output / "lengths.png")
-    assert figure.shape[0] > 300
-    assert len(np.unique(figure.reshape(-1, figure.shape[-1]), axis=0)) > 50
+    assert len(np.unique(matplotlib.image.imread(output / "lengths.png")[..., 0])) > 50
 
 
 def test_results_are_in_the_common_directory_and_replace_earlier_ones(runs):
@@ -664,47 +568,35 @@ def test_delta_is_the_difference_of_two_perplexities_of_the_train_lengths_tokens
 
     def with_fewer_tokens(*arguments: Any) -> TrainedModel:
         model = read_trained(*arguments)
-        if model.run.evaluation.last_tokens == 16:  # that of the config, which is not asked for
-            evaluation = dataclasses.replace(model.run.evaluation, last_tokens=8)
-            model = dataclasses.replace(model, run=dataclasses.replace(model.run, evaluation=evaluation))
-        return model
+        evaluation = dataclasses.replace(model.run.evaluation, last_tokens=8)
+        return dataclasses.replace(model, run=dataclasses.replace(model.run, evaluation=evaluation))
 
     evaluate(runs, output=tmp_path)
-    perplexities = read_runs(tmp_path)
-    assert perplexities[0]["last_tokens"] == perplexities[0]["train_length"] == 16
     monkeypatch.setattr(trained, "read_trained", with_fewer_tokens)
     written = evaluate(runs, protocol="delta", output=tmp_path)
-    deltas = read_runs(tmp_path, "delta")
-    assert [run["last_tokens"] for run in deltas] == [16, 16]
-    for run, expected in zip(deltas, perplexities, strict=True):
+    for run, expected in zip(read_runs(tmp_path, "delta"), read_runs(tmp_path), strict=True):
+        assert run["last_tokens"] == expected["last_tokens"] == run["train_length"] == 16
         assert run["lengths"] == expected["lengths"]
         local, *beyond = expected["lengths"]
-        assert (local["length"], local["num_tokens"]) == (16, 16 * local["num_windows"])
         assert [delta["length"] for delta in run["deltas"]] == [32, 64]
         for delta, full in zip(run["deltas"], beyond, strict=True):
             assert delta["delta"] == pytest.approx(local["perplexity"] - full["perplexity"])
-            assert delta["local"] == local["perplexity"]
-            assert delta["full"] == full["perplexity"]
             assert delta["low"] <= delta["delta"] <= delta["high"]
             # Paired by documents: variation between easy and hard documents is not noise of the difference.
             assert delta["high"] - delta["low"] < local["high"] - local["low"]
             assert f"{delta['delta']:.2f} [" in written.table
-    assert [written.table.find(f"ΔP({length})") > 0 for length in (16, 32, 64)] == [False, True, True]
 
 
 @pytest.mark.extra
 def test_loss_by_position_adds_up_to_the_perplexity_of_all_tokens(runs, tmp_path):
     written = evaluate(runs, protocol="positions", lengths=(16, 64), output=tmp_path)
     evaluate(runs, lengths=(64,), last_tokens=64, output=tmp_path)
-    by_position, whole = read_runs(tmp_path, "positions"), read_runs(tmp_path)
-    assert [run["name"] for run in by_position] == ["none", "dape"]
-    for run, expected in zip(by_position, whole, strict=True):
+    for run, expected in zip(read_runs(tmp_path, "positions"), read_runs(tmp_path), strict=True):
         positions, (result,) = run["positions"], expected["lengths"]
         assert positions["length"] == positions["bins"][-1]["last"] == 64
         assert sum(each["num_tokens"] for each in positions["bins"]) == result["num_tokens"]
         total = sum(each["nll_nats"] * each["num_tokens"] for each in positions["bins"])
         assert total == pytest.approx(result["nll_nats"], rel=1e-6)
-        assert all(each["excess_low"] <= each["excess_nats"] <= each["excess_high"] for each in positions["bins"])
         assert f"{positions['reference_nats']:.3f}" in written.table
 
 
@@ -731,14 +623,14 @@ def test_evaluation_reads_params_only_of_any_checkpoint(runs, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rope_model_is_evaluated_as_trained_and_stretched(root, runs, tmp_path):
+def test_a_rope_model_is_evaluated_as_trained_and_stretched(trained_root, runs, tmp_path):
     """Report one row per variant of RoPE, equal at the train length and different beyond.
 
     A model without RoPE in the same report has one row.
     """
     rope = {"name": "rope", "base": 10_000.0}
     changes = {"model__rotary": rope, "model__bias": {"name": "nope"}, "model__processor": {"name": "none"}}
-    spec = tiny.spec(root, train__num_steps=2, model__num_layers=1, **changes)
+    spec = tiny.spec(trained_root, train__num_steps=2, model__num_layers=1, **changes)
     loop.train(spec, tmp_path / "run")
     ways = ("rope", "yarn")
     evaluate([tmp_path / "run", runs[0]], rotary=ways, lengths=(16, 64), output=tmp_path)
@@ -753,73 +645,62 @@ def test_a_rope_model_is_evaluated_as_trained_and_stretched(root, runs, tmp_path
 # ---- texts
 
 
-def test_another_corpus_is_scored_with_the_tokenizer_of_the_run(runs, root, tmp_path):
+def test_another_corpus_is_scored_with_the_tokenizer_of_the_run(runs, trained_root, tmp_path):
     """Ids of another tokenizer would give a perplexity without meaning."""
     other = tiny.write_text(tmp_path / "other")
     (other / "more.txt").write_text("more " * 100)
     written = evaluate(runs[:1], output=tmp_path / "out", lengths=(16,), data=str(other))
-    digest = read_runs(written.directory)[0]["data"]
-    data = RunConfig.from_dict(tiny.spec(root)).data
-    scored = load_corpus(data, path=str(other), validation_fraction=1.0)
-    assert digest == scored.digest
-    assert (scored.train.num_documents, scored.validation.num_documents) == (0, 41)
-    assert digest != load_corpus(data).digest
+    data = RunConfig.from_dict(tiny.spec(trained_root, data__path=str(other), data__validation_fraction=1.0)).data
+    assert read_runs(written.directory)[0]["data"] == load_corpus(data).digest
 
-    bpe = train_bpe(["number 1 is a text of a few words"], 257)
-    with_bpe = tmp_path / "run"
-    shutil.copytree(runs[0], with_bpe)
-    save_tokenizer(bpe, with_bpe)
+    with_bpe = shutil.copytree(runs[0], tmp_path / "run")
+    save_tokenizer(train_bpe(["number 1 is a text of a few words"], 257), with_bpe)
 
-    def model_of(workdir):
+    def tokenizer_of(workdir: Path, text: Path) -> str:
         model = read_trained(workdir, "newest", {})
         data = dataclasses.replace(model.run.data, cache_dir=str(tmp_path / "cache"))
-        return dataclasses.replace(model, run=dataclasses.replace(model.run, data=data))
-
-    of_bytes, of_bpe = model_of(runs[0]), model_of(with_bpe)
-
-    def tokenizer_of(model: TrainedModel, text: Path) -> str:
+        model = dataclasses.replace(model, run=dataclasses.replace(model.run, data=data))
         (store,) = corpora_of(model, str(text)).validation.values()
         return store.sidecar.tokenizer
 
-    assert tokenizer_of(of_bytes, other) == "bytes"
+    assert tokenizer_of(runs[0], other) == "bytes"
     (prepared,) = (tmp_path / "cache").glob("[!.]*")
-    assert tokenizer_of(of_bytes, prepared) == "bytes"
-    assert tokenizer_of(of_bpe, other) == bpe.name != "bytes"
-    with pytest.raises(InputError, match=r"was prepared with 'bytes' \(--data, for .*run\)"):
-        tokenizer_of(of_bpe, prepared)
+    assert tokenizer_of(runs[0], prepared) == "bytes"
+    assert tokenizer_of(with_bpe, other) != "bytes"
+    with pytest.raises(InputError, match="was prepared with 'bytes'"):
+        tokenizer_of(with_bpe, prepared)
 
 
-def test_a_split_of_a_corpus_or_all_of_a_text_is_scored(runs, root, tmp_path):
+def test_a_split_of_a_corpus_or_all_of_a_text_is_scored(runs, trained_root, tmp_path):
     """Every document is longer than a window, and gives one."""
-    data = RunConfig.from_dict(tiny.spec(root)).data
+    data = RunConfig.from_dict(tiny.spec(trained_root)).data
     prepared = load_corpus(data)
-    sizes = {"train": prepared.train.num_documents, "validation": prepared.validation.num_documents, "all": 40}
-    digests = set()
+    corpus, output = str(prepared.train.directory.parent), tmp_path / "out"
     for text, split, expected in (
-        *((str(prepared.train.directory.parent), split, size) for split, size in sizes.items()),
-        (data.path, "validation", 40),
+        (corpus, "train", prepared.train.num_documents),
+        (corpus, "validation", prepared.validation.num_documents),
+        (corpus, "all", 40),
+        (data.path, "validation", 40),  # the text without a split
         (None, "all", 40),
     ):
-        options = {"output": tmp_path / "out", "lengths": (16,), "last_tokens": 4, "max_windows": expected}
-        written = evaluate(runs[:1], data=text, split=split, **options)
-        (run,) = read_runs(written.directory)
+        options = {"lengths": (16,), "last_tokens": 4, "max_windows": expected}
+        written = evaluate(runs[:1], data=text, split=split, output=output, **options)
+        (run,) = read_runs(output)
         (result,) = run["lengths"]
         assert (run["split"], result["num_documents"], result["num_tokens"]) == (split, expected, 4 * expected)
         assert f"from {expected} documents, {4 * expected} scored tokens" in written.table
-        digests.add(run["data"])
-    assert len(digests) == 2  # the text without a split is another corpus
     with pytest.raises(InputError, match=r"split = 'train': must have documents in .*text as bytes"):
-        evaluate(runs[:1], data=data.path, split="train", output=tmp_path / "out")
+        evaluate(runs[:1], data=data.path, split="train", output=output)
 
 
 def test_texts_that_changed_or_differ_are_refused(runs, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
-        patch.setattr(trained, "load_corpora", tiny.changed_corpus(tmp_path))
+        patch.setattr(perplexity, "load_corpora", tiny.changed_corpus(tmp_path))
         with pytest.raises(InputError, match=r"data.path = .*no longer holds the text .*--data"):
             evaluate(runs[1:], lengths=(16,), output=tmp_path)
 
-    def other_for_dape(model: TrainedModel, data: str | None) -> Any:
-        corpora = corpora_of(model, data)
+    def other_for_dape(model: TrainedModel, *args: Any) -> Any:
+        corpora = corpora_of(model, *args)
         return corpora if model.name == "dape" else dataclasses.replace(corpora, validation=corpora.train)
 
     monkeypatch.setattr(perplexity, "corpora_of", other_for_dape)
@@ -827,9 +708,9 @@ def test_texts_that_changed_or_differ_are_refused(runs, monkeypatch, tmp_path):
         evaluate(runs, output=tmp_path)
 
 
-def test_a_text_that_differs_from_its_digest_is_refused(runs, root, tmp_path):
+def test_a_text_that_differs_from_its_digest_is_refused(runs, trained_root, tmp_path):
     """Whole windows could have changed: no result is given."""
-    data = dataclasses.replace(read_trained(runs[0], "newest", {}).run.data, cache_dir=str(tmp_path / "cache"))
+    data = RunConfig.from_dict(tiny.spec(trained_root, data__cache_dir=str(tmp_path / "cache"))).data
     directory = load_corpus(data).validation.directory
     content = bytearray((directory / "tokens.bin").read_bytes())
     content[-1] ^= 1
@@ -842,28 +723,26 @@ def test_a_text_that_differs_from_its_digest_is_refused(runs, root, tmp_path):
 # ---- mistakes
 
 OPTIONS = {
-    "length too long": ({"lengths": (16, 10_000)}, r"evaluation.lengths = 10000: must be at most \d+"),
-    "length 0": ({"lengths": (0,)}, r"evaluation.lengths = \(0,\): must be one or more positive integers"),
-    "lengths decrease": ({"lengths": (32, 16)}, r"evaluation.lengths = .*increasing"),
-    "no scored tokens": ({"last_tokens": 0}, "evaluation.last_tokens = 0: must be positive"),
-    "no windows": ({"max_windows": 0}, "evaluation.max_windows = 0: must be positive"),
+    "length too long": ({"lengths": (16, 10_000)}, "evaluation.lengths = 10000"),
+    "length 0": ({"lengths": (0,)}, r"evaluation.lengths = \(0,\)"),
+    "lengths decrease": ({"lengths": (32, 16)}, "evaluation.lengths = .*increasing"),
+    "no scored tokens": ({"last_tokens": 0}, "evaluation.last_tokens = 0"),
+    "no windows": ({"max_windows": 0}, "evaluation.max_windows = 0"),
     "step": ({"step": "3"}, r"step = '3': must be one of \['newest', 'best', '2', '4'\]"),
-    "protocol": ({"protocol": "deltas"}, r"protocol = 'deltas': must be one of \['perplexity', 'delta', 'positions'\]"),
-    "split": ({"split": "test"}, r"split = 'test': must be one of \['train', 'validation', 'all'\]"),
-    "format": ({"format": ("eps",)}, r"format = \('eps',\): must be of \['csv', 'md', 'pdf', 'png', 'svg'\]"),
-    "baseline": ({"baseline": "fire"}, "--baseline = 'fire': must be one of the runs dape, none"),
-    "baseline of deltas": ({"protocol": "delta", "baseline": "fire"}, "--baseline = 'fire': must be one of the runs"),
-    "labels": ({"labels": ("none",)}, r"labels = \('none',\): must be run=Name"),
+    "protocol": ({"protocol": "deltas"}, "protocol = 'deltas'"),
+    "split": ({"split": "test"}, "split = 'test'"),
+    "format": ({"format": ("eps",)}, r"format = \('eps',\)"),
+    "baseline": ({"protocol": "delta", "baseline": "fire"}, "--baseline = 'fire': must be one of the runs dape, none"),
+    "labels": ({"labels": ("none",)}, r"labels = \('none',\)"),
     "unknown label": ({"labels": ("fire=FIRE",)}, "--labels = 'fire': must be one of the runs dape, none"),
-    "equal labels": ({"labels": ("none=A", "dape=A")}, r"--labels = \['A', 'A'\]: must be different names"),
-    "delta tokens": ({"protocol": "delta", "last_tokens": 8}, "last_tokens = 8: .*--protocol=delta"),
-    "position tokens": ({"protocol": "positions", "last_tokens": 8}, "last_tokens = 8: .*--protocol=positions"),
+    "equal labels": ({"labels": ("none=A", "dape=A")}, r"--labels = \['A', 'A'\]"),
+    "own tokens": ({"protocol": "positions", "last_tokens": 8}, "last_tokens = 8: .*--protocol=positions"),
     "delta lengths": ({"protocol": "delta", "lengths": (8, 16)}, r"evaluation.lengths = \(8, 16\): .*train length, 16"),
-    "stride of lengths": ({"stride": 8}, "stride = 8: must be 1 to .*, with one length"),
-    "stride too long": ({"stride": 17, "lengths": (16,)}, "stride = 17: must be 1 to 16, with one length"),
-    "stride of deltas": ({"stride": 8, "protocol": "delta"}, "stride = 8: must not be given with --protocol"),
-    "rotary not of the model": ({"rotary": ("rope", "pi")}, "rotary = .*'pi'.*: must be 'rope', .*: no model"),
-    "unknown rotary": ({"rotary": ("xpos",)}, r"rotary = \('xpos',\): must be one or more of"),
+    "stride of lengths": ({"stride": 8}, "stride = 8: .*one length"),
+    "stride too long": ({"stride": 17, "lengths": (16,)}, "stride = 17: must be 1 to 16"),
+    "stride of deltas": ({"stride": 8, "protocol": "delta"}, "stride = 8: .*--protocol"),
+    "rotary not of the model": ({"rotary": ("rope", "pi")}, "rotary = .*'pi'.*: no model"),
+    "unknown rotary": ({"rotary": ("xpos",)}, r"rotary = \('xpos',\)"),
     "rotary twice": ({"rotary": ("rope", "rope")}, "rotary = .*each once"),
     "length on the mesh": ({"mesh": MeshConfig(1, 1, 8, 1), "lengths": (12,)}, "evaluation.lengths = 12"),
     "scored on the mesh": ({"mesh": MeshConfig(1, 1, 8, 1), "last_tokens": 4}, "evaluation.last_tokens = 4"),
@@ -879,7 +758,7 @@ def test_bad_options_are_named(runs, tmp_path, case):
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_workdirs_are_named(runs, tmp_path, monkeypatch):
+def test_bad_workdirs_are_named(runs, tmp_path):
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     for workdirs, words in (
         ([tmp_path / "nothing"], "must be a directory written by dape-train"),
@@ -890,10 +769,6 @@ def test_bad_workdirs_are_named(runs, tmp_path, monkeypatch):
         with pytest.raises(InputError, match=words):
             evaluate(workdirs, output=tmp_path / "out", lengths=(16,))
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(perplexity, "compile_lengths", None)  # calling it would be a TypeError
-    (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"output = .*file.*cannot be written to"):
-        evaluate(runs, output=tmp_path / "file")
 
 
 def test_models_of_another_train_length_have_no_common_delta(runs, tmp_path, monkeypatch):
@@ -935,6 +810,8 @@ def test_results_of_the_repository_name_the_commit_that_made_them(tmp_path: Path
         provenance.make_results_directory(results / "third")
     assert not (results / "third").exists()
     provenance.make_results_directory(tmp_path / "third")
+    with pytest.raises(InputError, match=r"output = .*source\.py.*cannot be written to"):
+        provenance.make_results_directory(source)
     monkeypatch.setenv(provenance.ALLOW_DIRTY, "1")
     provenance.make_results_directory(results / "third")
 
@@ -956,94 +833,73 @@ def bytes_at(run: RunConfig, length: int, last_tokens: int, **model: Any) -> int
     "bias", [pytest.param(bias, marks=() if bias == "kerple" else pytest.mark.slow) for bias in CHOICES["bias"]]
 )
 @pytest.mark.extra
-def test_predicted_memory_is_linear_in_length(root, bias):
-    """Compare lengths 8,192 and 32,768, with the last tokens scored, and with all."""
-    run = untrained(root, model__bias={"name": bias}).run
+def test_predicted_memory_is_linear_in_length(trained_root, bias):
+    """Compare lengths 8,192 and 32,768."""
+    run = untrained(trained_root, model__bias={"name": bias}).run
     assert bytes_at(run, 32768, 16) <= 4.3 * bytes_at(run, 8192, 16)
-    if bias == "kerple":
-        assert bytes_at(run, 32768, 32768) <= 4.3 * bytes_at(run, 8192, 8192)
-        dense = untrained(root, model__num_layers=2, evaluation__blockwise_from=10**6).run
-        assert bytes_at(dense, 4096, 16) > 12 * bytes_at(dense, 1024, 16)  # what anything quadratic would take
 
 
-def test_no_more_than_a_chunk_of_logits_is_held(root):
+def test_no_more_than_a_chunk_of_logits_is_held(trained_root):
     """Check by position at a large vocabulary, where [T, V] logits would take most of the memory."""
-    run, length, vocab_size = untrained(root).run, 8192, 20_000
+    run, length, vocab_size = untrained(trained_root).run, 8192, 20_000
     found = bytes_at(run, length, length, vocab_size=vocab_size, num_outputs=vocab_size)
-    assert found < length * vocab_size * 4 / 2
-    small = bytes_at(run, 1024, 1024, vocab_size=vocab_size, num_outputs=vocab_size)
-    assert small > 1024 * vocab_size * 4  # a chunk of logits is counted
+    assert 1024 * vocab_size * 4 < found < length * vocab_size * 4 / 2
 
 
 def test_a_length_that_does_not_fit_is_refused_before_weights_are_read(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(perplexity, "restore", None)  # calling it would be a TypeError
     monkeypatch.setattr(programs, "available_bytes", lambda mesh: 2**16)
-
-    def refused(kind: type[Exception], words: str) -> None:
-        with pytest.raises(kind, match=words):
-            evaluate(runs[1:], lengths=(16, 64), max_windows=8, output=tmp_path)
-
-    refused(InputError, r"^evaluation.lengths = 64: dape needs 0.00 GiB on each device, where 0.00 GiB .* 8 sequences")
-    assert not list(tmp_path.glob("lengths.*"))
-    for message, kind, words in (
-        ("RESOURCE_EXHAUSTED: CompileTimeHbmOom", InputError, "dape needs more than the compiler can allocate"),
-        ("INTERNAL: a bug", jax.errors.JaxRuntimeError, "INTERNAL: a bug"),
+    with pytest.raises(InputError, match=r"evaluation.lengths = 64: dape needs .* 8 sequences"):
+        evaluate(runs[1:], lengths=(16, 64), max_windows=8, output=tmp_path)
+    for message, kind in (
+        ("RESOURCE_EXHAUSTED: CompileTimeHbmOom", InputError),
+        ("INTERNAL: a bug", jax.errors.JaxRuntimeError),
     ):
         error = jax.errors.JaxRuntimeError(message)
         monkeypatch.setattr(jax.stages.Lowered, "compile", unittest.mock.Mock(side_effect=error))
-        refused(kind, words)
-
-
-def test_devices_of_a_cpu_share_its_memory():
-    mesh = make_mesh(ALL)
-    assert 2**26 < available_bytes(mesh) * mesh.size < 2**50
+        with pytest.raises(kind):
+            evaluate(runs[1:], lengths=(64,), output=tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 def test_every_protocol_from_the_command_line(runs):
     common = runs[0].parent
-    for protocol, stem in (("delta", "delta"), ("positions", "positions")):
+    for protocol in ("delta", "positions"):
         flags = (f"--workdir={runs[0]},{runs[1]}", "--lengths=16,32", f"--protocol={protocol}", "--format=md")
         done = run_python("eval.py", *flags)
         assert done.returncode == 0, done.stderr
-        assert str(common / f"{stem}.png") in done.stdout
-        assert sorted(file.name for file in common.glob(f"{stem}.*")) == [f"{stem}.{e}" for e in ("json", "md", "png")]
-    done = run_python("eval.py", "--help")
-    assert all(f"--{name}" in done.stdout for name in ("workdir", "protocol", "[no]dropout", "num_sequences"))
+        assert str(common / f"{protocol}.png") in done.stdout
+        assert {file.suffix for file in common.glob(f"{protocol}.*")} == {".json", ".md", ".png"}
     done = run_python("eval.py", f"--workdir={runs[0]}", "--num_sequences=3")
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == ["error: num_sequences = 3: must not be given: it is only for runs on tasks"]
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "num_sequences = 3" in done.stderr
 
 
 # ---- a run that is being trained
 
 
-def test_checkpoints_are_evaluated_as_they_appear(tmp_path, monkeypatch, caplog):
+def test_checkpoints_are_evaluated_as_they_appear(tmp_path, monkeypatch):
     """Each step once, except one with results and one that was deleted meanwhile, until that of the last step."""
-    path = epath.Path(tmp_path)
-    saved, ran = [[], ["2"], ["4", "2"], ["6", "4"], ["8", "6"]], []
+    path, ran = epath.Path(tmp_path), []
 
     def restore_config(workdir, step):
         require(step != "6", "step", step, "damaged")
         return int(step), {"config": {"train": {"num_steps": 10}}}
 
-    caplog.set_level(logging.INFO, "dape_jax")
+    def watch(*saved: list[str]) -> None:
+        looks = itertools.chain(saved, itertools.repeat(saved[-1]))
+        monkeypatch.setattr(checkpoint, "step_names", lambda _: next(looks))
+        watching.watch(path, path, lambda step, directory: ran.append((step, directory.name)))
+
     monkeypatch.setattr(watching, "WATCH_SECONDS", 0)
-    monkeypatch.setattr(checkpoint, "step_names", lambda _: saved.pop(0) if len(saved) > 1 else saved[0])
     monkeypatch.setattr(checkpoint, "restore_config", restore_config)
     (tmp_path / "step_4").mkdir()
     (tmp_path / "step_4" / "lengths.json").write_text("{}")
-
-    def watch():
-        watching.watch(path, path, lambda step, directory: ran.append((step, directory.name)))
-
     with pytest.raises(InputError, match="step = '6': damaged"):  # and still there
-        watch()
-    saved[:] = [["6", "4"], ["6", "4"], ["8"], ["8"], ["10", "8"]]
-    watch()
+        watch(["6"])
+    watch([], ["2"], ["4", "2"], ["6", "4"], ["8"], ["8"], ["10", "8"])
     assert ran == [("2", "step_2"), ("8", "step_8"), ("10", "step_10")]
-    assert f"step 4: its results are in {tmp_path}/step_4" in caplog.messages
-    assert "step 6: deleted before it was evaluated" in caplog.messages
 
 
 def test_the_interval_of_a_single_length_is_drawn():

@@ -151,18 +151,10 @@ ALL_KERNELS = {"dape_forward_kernel", "dape_scores_gradient_kernel", "dape_param
 
 
 @OUTDATED
-@pytest.mark.parametrize(
-    ("dtype", "length"),
-    [
-        (jnp.bfloat16, 100),  # one block, padded
-        pytest.param(jnp.bfloat16, 300, marks=pytest.mark.slow),
-        pytest.param(jnp.float32, 300, marks=pytest.mark.slow),
-    ],
-)
-def test_lowers_for_cuda(dtype, length):
+def test_lowers_for_cuda():
     """Lower to Triton's language; the next steps need a GPU's compiler."""
-    params, run = function_of(Case(heads=12, groups=12), dtype)
-    qkv = [jax.ShapeDtypeStruct((2, length, 12, 64), dtype)] * 3
+    params, run = function_of(Case(heads=12, groups=12), jnp.bfloat16)
+    qkv = [jax.ShapeDtypeStruct((2, 100, 12, 64), jnp.bfloat16)] * 3  # one block, padded
 
     def loss(*args):
         return run(functools.partial(attend_fused, platform="gpu"), *args).astype(jnp.float32).sum()
@@ -257,7 +249,6 @@ def test_what_the_kernels_in_cuda_take(monkeypatch):
 
     large = {"head_dim": 64, "channels": 32, "heads": 12, "groups": 12}
     assert ask(**large) is ask(dtype=jnp.float16, **large) is ask(plain=True) is ask("12.0", **large) is None
-    assert ask(heads=32, groups=32, head_dim=80, channels=32) is None
     assert "registers" in str(ask(heads=32, groups=32, head_dim=128, channels=32))
     assert "232448" in str(ask(heads=64, groups=64, channels=64))
     assert "101376" in str(ask("8.6", **large | {"width": 7}))
@@ -267,7 +258,7 @@ def test_what_the_kernels_in_cuda_take(monkeypatch):
         assert capability in str(ask(capability))
     monkeypatch.setattr(compiler, "nvrtc", lambda: 1 / 0)
     monkeypatch.setattr(compiler, "_launcher", lambda: None)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError):  # the compiler is looked for last
         ask()
 
 
@@ -302,12 +293,10 @@ print(count(step, params, *qkv), count(on_mesh, *args))
 @pytest.mark.slow
 def test_kernels_in_cuda_lower_for_an_absent_gpu(cuda_aot, tmp_path):
     """Lower also in a `shard_map`. PTX is compiled once, and kept in the user's cache."""
-    environment = cuda_aot | {"XDG_CACHE_HOME": str(tmp_path)}
     files: list[set] = []
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", LOWER], env=environment, capture_output=True, text=True, check=False
-        )
+        command, environment = [sys.executable, "-c", LOWER], cuda_aot | {"XDG_CACHE_HOME": str(tmp_path)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
         assert done.stdout.split()[-2:] == ["2", "2"]
         files.append({(path, path.stat().st_mtime_ns) for path in tmp_path.glob("dape_jax/*.ptx")})
@@ -323,13 +312,8 @@ def test_kernels_in_cuda_lower_for_an_absent_gpu(cuda_aot, tmp_path):
 def test_kernels_in_cuda_compile(cuda_aot, tmp_path, architecture):
     """Compare with the committed table: spilling more makes a kernel slow. The compiler checks the shared memory."""
     table = ROOT / "results" / "cuda_compiled" / "cuda_compiled.json"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.cuda_compiled",
-        f"--output={tmp_path}",
-        f"--architectures={architecture}",
-    ]
+    flags = [f"--output={tmp_path}", f"--architectures={architecture}"]
+    command = [sys.executable, "-m", "benchmarks.cuda_compiled", *flags]
     subprocess.run(command, env=cuda_aot, capture_output=True, text=True, check=True)
     expected, found = (json.loads(file.read_text())["rows"] for file in (table, tmp_path / table.name))
     expected = [row for row in expected if row["architecture"] == architecture]
@@ -337,9 +321,7 @@ def test_kernels_in_cuda_compile(cuda_aot, tmp_path, architecture):
     for old, new in zip(expected, found, strict=True):
         assert old.keys() == new.keys()
         if "reason" not in old:
-            assert {old[x] for x in ("kernel", "tile", "shared_kib")} == {
-                new[x] for x in ("kernel", "tile", "shared_kib")
-            }
+            assert all(old[field] == new[field] for field in ("kernel", "tile", "shared_kib"))
             assert new["spilled_loads"] <= 1.3 * old["spilled_loads"] + 100
             assert new["clocks"] <= 1.15 * old["clocks"]
 
@@ -348,15 +330,7 @@ def test_kernels_in_cuda_compile(cuda_aot, tmp_path, architecture):
 
 
 @pytest.mark.parametrize(
-    ("features", "length", "rows"),
-    [
-        (12, 200, 256),
-        (12, 512, 256),
-        (12, 2048, 512),
-        (8 * 12, 2048, 256),
-        (12, 8192, 640),
-        (12, 131_072, 128),
-    ],
+    ("features", "length", "rows"), [(12, 200, 256), (12, 2048, 512), (96, 2048, 256), (12, 131_072, 128)]
 )
 def test_rows_of_a_block(features, length, rows):
     assert rows_in_block(features, length, length, 4) == rows
@@ -380,22 +354,18 @@ def test_blockwise_takes_as_many_rows_as_memory_allows():
         assert auto.choose(q, q, ScoreMod(None, processor), platform="gpu") == Blockwise(rows, 4)
 
 
-@pytest.mark.parametrize(
-    ("capability", "is_fused"), [(None, True), ("9.0", True), ("8.0", True), ("7.5", False), ("gfx942", False)]
-)
+@pytest.mark.parametrize(("capability", "is_fused"), [(None, True), ("8.0", True), ("7.5", False), ("gfx942", False)])
 def test_auto_chooses_the_kernel_for_dape_where_the_gpu_can_run_it(monkeypatch, capability, is_fused):
     device = SimpleNamespace() if capability is None else SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    q, mod = shape_of(1), ScoreMod(None, built(DapeConfig(3, channels=5)))
-    chosen = Auto().choose(q, q, mod, platform="gpu")
-    assert isinstance(chosen, Fused if is_fused else Blockwise)
-    reason = why_not_fused(q, q, mod, platform="gpu")
-    assert (reason is None) == is_fused
+    mod = ScoreMod(None, built(DapeConfig(3, channels=5)))
     # 256 rows are one block of `Blockwise`.
-    for length, expected in ((128, Dense), (256, Fused if is_fused else Dense)):
-        short = jax.ShapeDtypeStruct((1, length, 12, 64), jnp.bfloat16)
-        assert isinstance(Auto().choose(short, short, mod, platform="gpu"), expected)
-    assert is_fused or f"compute capability 8.0 or more; this one has {capability!r}" in str(reason)
+    for length, otherwise in ((128, None), (256, Dense), (2048, Blockwise)):
+        q = jax.ShapeDtypeStruct((1, length, 12, 64), jnp.bfloat16)
+        expected = Dense if otherwise is None else Fused if is_fused else otherwise
+        assert isinstance(Auto().choose(q, q, mod, platform="gpu"), expected)
+        reason = why_not_fused(q, q, mod, platform="gpu")
+        assert reason is None if is_fused else f"this one has {capability!r}" in str(reason)
 
 
 # ---- cuDNN
@@ -424,16 +394,10 @@ def test_plain_attention_is_as_accurate_as_dense(kv_heads, window, length):
         assert 0 < error < 1.5 * allowed
 
 
-@pytest.fixture
-def installed_cudnn(monkeypatch):
-    """Make JAX's function lower without cuDNN."""
-    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91_000)
-
-
-@pytest.mark.usefixtures("installed_cudnn")
 @pytest.mark.parametrize("on_devices", [1, 2])
-def test_plain_attention_lowers_to_cudnn(on_devices):
-    """Lower also in a `shard_map` with the check of varying axes."""
+def test_plain_attention_lowers_to_cudnn(on_devices, monkeypatch):
+    """Lower also in a `shard_map` with the check of varying axes, and without cuDNN."""
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91_000)
 
     def plain(q, k, v, positions, _, mask):
         return attend_fused(q, k, v, positions, mask=mask, platform="gpu")

@@ -16,7 +16,6 @@ from scipy import stats
 
 from dape_jax.config import read_model
 from dape_jax.model.biases import BIASES
-from dape_jax.model.contextual import CONTEXTUAL
 from dape_jax.model.transformer import ENCODER, LLAMA, Transformer, TransformerConfig, flat_params
 
 pytestmark = pytest.mark.extra
@@ -29,7 +28,7 @@ NO_DAPE = {"bias": {"name": "nope"}, "processor": {"name": "none"}}
 REJECTED = 1e-5  # p-value below which values are not from a distribution
 
 MODELS = {
-    **{bias: {"bias": {"name": bias}, "processor": DAPE} for bias in BIASES | CONTEXTUAL},
+    **{bias: {"bias": {"name": bias}, "processor": DAPE} for bias in BIASES},
     "scores-alone": {"bias": {"name": "kerple"}, "processor": DAPE | {"inputs": "scores"}},
     "bias-alone": {"bias": {"name": "kerple"}, "processor": DAPE | {"inputs": "bias"}},
     "identity": {"bias": {"name": "kerple"}, "processor": DAPE | {"init": "identity"}},

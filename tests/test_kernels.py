@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 import logging
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +20,11 @@ import optax
 import pytest
 import tiny
 from flax import nnx
-from helpers import attend_rows
+from helpers import OF_POSITIONS, OnMesh, attend_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-from test_golden import FLOAT32_FACTOR, build, files, heads_last, load, name
 
 from benchmarks import tpu as benchmark
 from dape_jax.config import read_model
@@ -35,14 +33,12 @@ from dape_jax.hardware import chip_of
 from dape_jax.kernels import KERNELS, attend_fused, gpu, tpu, why_not_fused
 from dape_jax.kernels.cuda import emulator, tiling
 from dape_jax.model import attention
-from dape_jax.model.attention import Auto, Blockwise, Cuda, Dense, Fused, attend, attend_on_mesh
+from dape_jax.model.attention import Auto, Blockwise, Cuda, Dense, Fused, attend
 from dape_jax.model.biases import BIASES
-from dape_jax.model.contextual import CONTEXTUAL
-from dape_jax.model.positions import Rope
 from dape_jax.model.processors import DapeConfig, Plain, ScoreMod
 from dape_jax.model.scores import Mask, Positions
 from dape_jax.model.transformer import Transformer, attention_of
-from dape_jax.sharding import MeshConfig, make_mesh, stripe, unstripe
+from dape_jax.sharding import MeshConfig, make_mesh
 
 pytestmark = pytest.mark.extra
 
@@ -51,7 +47,7 @@ IMPLEMENTATIONS = {
     "blockwise": Blockwise(block_size=32, num_buckets=3),
     **{platform: Fused(platform) for platform in KERNELS},
 }
-OF_DISTANCE = [name for name in BIASES if name != "fire"]
+OF_DISTANCE = ["nope", *(name for name in OF_POSITIONS if name != "fire")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,53 +282,6 @@ def test_values_and_all_gradients_equal_one_row_at_a_time(case, implementation):
         assert case.length == 1 or case.window == 1 or np.abs(gradient[:, :n]).max() > 1e-4
 
 
-@pytest.mark.parametrize(
-    ("case", "implementation"),
-    each({"alibi-causal4": CASES["alibi-causal4"]}, "gpu")
-    + slowly(each({"all-rows": Case(groups=1, heads=2, batch=2, length=136)}, *KERNELS)),
-)
-def test_prefix_invariance(case, implementation):
-    """f(x[:t]) = f(x)[:t]; and the last rows, computed alone against all keys, are the same."""
-    (q, k, v, dout), (pos, _), n = case.arrays(), case.positions(), case.length - 5
-    every, _ = jax.device_get(compiled(case, implementation)(q, k, v, dout, pos, pos))
-    options = {"score_mod": ScoreMod(*case.layer()), "mask": Mask(window=case.window)}
-    run = jax.jit(functools.partial(attend_rows, IMPLEMENTATIONS[implementation], **options))
-    np.testing.assert_allclose(run(q[:, :33], k[:, :33], v[:, :33], pos[:33], pos[:33]), every[:, :33], atol=2e-6)
-    np.testing.assert_allclose(run(q[:, n:], k, v, pos[n:], pos), every[:, n:], atol=2e-6)
-
-
-GOLDEN = [(file, kernel) for file in files("attention") if "fire" not in file.stem for kernel in KERNELS]
-
-
-def marks_of(file: Path, kernel: str) -> list[pytest.MarkDecorator]:
-    """Return the marks of a golden vector: one is fast."""
-    return [] if "kerple_dapev2__B1_H4_T64" in file.stem and kernel == "gpu" else [pytest.mark.slow]
-
-
-@pytest.mark.parametrize(
-    ("file", "implementation"),
-    [pytest.param(*case, id=f"{name(case[0])}-{case[1]}", marks=marks_of(*case)) for case in GOLDEN],
-)
-def test_golden(file, implementation):
-    """Equal the reference implementation, except in the last W//2 rows, where its right edge differs."""
-    data, meta = load(file)
-    params = {x.removeprefix("param."): np.asarray(y, np.float32) for x, y in data.items() if x.startswith("param.")}
-
-    @jax.jit
-    def run(params, q, k, v):
-        q, k, v, pos = heads_last(q), heads_last(k), heads_last(v), jnp.arange(meta["T"])
-        if meta["name"].startswith("rope"):
-            q, k = Rope()(q, pos), Rope()(k, pos)
-        bias, processor = build(params, meta, edge="prefix")
-        options = {"bias": bias, "processor": processor, "implementation": IMPLEMENTATIONS[implementation]}
-        return heads_last(attend(q, k, v, **options))
-
-    out = jax.device_get(run(params, *(np.asarray(data[x], np.float32) for x in "qkv")))
-    rows = meta["T"] - meta["k"] // 2
-    error = FLOAT32_FACTOR * meta["max_abs_diff_f32_vs_f64"]["out"]
-    np.testing.assert_allclose(out[:, :, :rows], data["out"][:, :, :rows], rtol=0, atol=error)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "implementation"),
@@ -424,8 +373,8 @@ def test_unsupported_arguments_are_refused_with_the_reason():
         ({"width": 9}, ("W = 9", "7")),
     ):
         assert all(word in ask(Case(**changes)) for word in words)
-    for config in [BIASES["fire"], *CONTEXTUAL.values()]:
-        bias = nnx.eval_shape(lambda config=config: config().build(3, 8, nnx.Rngs(0)))
+    for name in set(BIASES) - set(OF_DISTANCE):
+        bias = nnx.eval_shape(lambda name=name: BIASES[name]().build(3, 8, nnx.Rngs(0)))
         assert type(bias).__name__ in ask(bias=bias)
         assert type(bias).__name__ in ask(bias=bias, processor=Plain())
     for options in ({"leak": True}, {"edge": "listing"}):
@@ -626,17 +575,6 @@ def test_rematerialised_layers_in_a_scan(implementation):
         loss_and_gradients({"name": "dense"}),
     )
     assert_close(jax.device_get(found), jax.device_get(dense), 1e-6)
-
-
-class OnMesh:
-    """Apply self-attention with rows striped over the devices of the mesh."""
-
-    def __init__(self, attention):
-        self.attention = attention
-
-    def attend_rows(self, q, k, v, positions, *score_mod_and_mask):
-        q, k, v = (stripe(x, 1) for x in (q, k, v))
-        return unstripe(attend_on_mesh(self.attention, q, k, v, *score_mod_and_mask), 1)
 
 
 STRIPED = Case(heads=4, groups=2, batch=2, length=72)

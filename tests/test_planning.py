@@ -23,7 +23,7 @@ from dape_jax.hardware import CHIPS, CLOUD_NAMES, GIB, TOPOLOGIES, chip_of, mfu,
 from dape_jax.kernels import tpu
 from dape_jax.model import flops
 from dape_jax.model.attention import Blockwise, Dense, Fused
-from dape_jax.model.processors import PROCESSORS, DapeConfig
+from dape_jax.model.processors import DapeConfig
 from dape_jax.model.scores import Mask, Positions
 from dape_jax.model.transformer import model_structure
 from dape_jax.planning import compile as compiling
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parent.parent
 
 def make_run(**changes) -> RunConfig:
     """Return the tiny run with changes of dotted fields, . as __; no corpus is needed."""
-    return planning.run_to_plan(tiny.changed(SPEC, data__cache_dir="data", **changes), None)
+    return planning.run_to_plan(tiny.changed(SPEC, data__cache_dir="data", **changes))
 
 
 def test_automatic_fields_are_those_on_a_tpu():
@@ -83,10 +83,8 @@ def test_computed_pairs_of_the_kernel_are_nearly_those_of_its_tiles(length, wind
 def test_pair_flops_of_a_processor_are_those_of_its_kernels(inputs, has_bias):
     config = DapeConfig(kernel_width=3, channels=5, inputs=inputs)
     module = config.build(4, has_bias=has_bias, rngs=nnx.Rngs(0))
-    read = 0 if module.scores_WHC is None else module.scores_WHC.size
-    of_bias = 0 if module.bias_WHC is None else module.bias_WHC.size
-    assert config.pair_flops(4, has_bias) == (2 * (read + module.output_WCH.size), 2 * of_bias)
-    assert all(min(kind().pair_flops(4, True)) >= 0 for kind in PROCESSORS.values())
+    of_scores, of_bias = (0 if kernel is None else kernel.size for kernel in (module.scores_WHC, module.bias_WHC))
+    assert config.pair_flops(4, has_bias) == (2 * (of_scores + module.output_WCH.size), 2 * of_bias)
 
 
 DAPE = {"name": "dape", "channels": 32}
@@ -95,20 +93,18 @@ OTHER = {"num_kv_heads": 2, "head_dim": 96, "mlp_width": 1280}
 
 
 @pytest.mark.parametrize(
-    ("model", "bias", "processor", "allowed"),
+    ("model", "processor", "allowed"),
     [
-        ({"remat": "full"}, "nope", None, 0.04),
-        ({}, "kerple", None, 0.04),
-        ({"remat": "full"}, "kerple", DAPE, 0.04),
-        ({}, "transformer_xl", DAPE, 0.25),  # the bias itself is not counted
-        (ARCHITECTURES["pythia"] | OTHER, "nope", None, 0.05),
-        (ARCHITECTURES["llama"] | OTHER, "nope", None, 0.05),
+        ({"remat": "full", "bias": {"name": "kerple"}}, DAPE, 0.04),
+        ({"bias": {"name": "transformer_xl"}}, DAPE, 0.25),  # the bias itself is not counted
+        (ARCHITECTURES["pythia"] | OTHER, {"name": "none"}, 0.05),
+        (ARCHITECTURES["llama"] | OTHER, {"name": "none"}, 0.05),
     ],
 )
 @pytest.mark.extra
-def test_the_formula_agrees_with_xla(model, bias, processor, allowed):
+def test_the_formula_agrees_with_xla(model, processor, allowed):
     """Compare one dense layer, which has no loop, with the compiler's own count, which includes elementwise work."""
-    model = SIZES | model | {"bias": {"name": bias}, "processor": processor or {"name": "none"}}
+    model = SIZES | {"bias": {"name": "nope"}, "processor": processor} | model
     sizes = {"train__train_length": 256, "train__batch_size": 3}
     run = make_run(**{f"model__{field}": value for field, value in model.items()}, **sizes)
     graphdef, params = model_structure(run.model)
@@ -187,11 +183,9 @@ def test_bad_input_is_refused_before_compiling(monkeypatch):
     ):
         with pytest.raises(InputError, match=field):
             planning.plan_run(make_run(**changes), hardware, None if mesh is None else read_mesh("--mesh", mesh))
-    for field, value in {"batch": 0, "eval_length": -1, "output": ""}.items():
+    for field, value in {"utilisation": 0.0, "output": ""}.items():
         with pytest.raises(InputError, match=f"--{field} = "):
             Settings(topology="v5e:2x2", **{field: value})
-    with pytest.raises(InputError, match="--eval_length = 16: must be unset where the memory is by formula"):
-        planning.plan_run(make_run(), read_topology("h100:8"), eval_length=16)
 
 
 def test_slices_have_names_of_the_cloud():
@@ -213,7 +207,6 @@ def test_slices_have_names_of_the_cloud():
     [
         (8, 16, "v5e:2x4", ["data=8", "fsdp=8", "fsdp=4,context=2", "fsdp=4,tensor=2"]),
         (8, 512, "v5e:8x8", ["fsdp=8,context=8"]),
-        (256, 64, "v5e:8x8", ["data=64", "fsdp=64", "fsdp=32,context=2", "fsdp=32,tensor=2"]),
     ],
 )
 def test_candidate_meshes_divide(batch_size, length, topology, axes):
@@ -226,11 +219,10 @@ def test_candidate_meshes_divide(batch_size, length, topology, axes):
 
 
 def test_a_plan_follows_from_the_compiled_program():
-    batch_size = 8
-    run = make_run(model__width=64, model__vocab_size=256, train__batch_size=batch_size)
-    mesh = read_mesh("--mesh", "fsdp=4,tensor=2")
+    run = make_run(model__width=64, model__vocab_size=256)
     hardware = read_topology("v5e:2x4")
-    plan = planning.make_plan(planning.Request(run, hardware, mesh), lambda _: copy.deepcopy(COMPILED))
+    request = planning.Request(run, hardware, read_mesh("--mesh", "fsdp=4,tensor=2"))
+    plan = planning.make_plan(request, lambda _: copy.deepcopy(COMPILED))
     _, params = model_structure(run.model)
     on_chip = plan.held_bytes["parameters"]
     total = 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -238,18 +230,18 @@ def test_a_plan_follows_from_the_compiled_program():
     assert 2 * on_chip <= plan.held_bytes["moments"] < 2 * on_chip + 16  # and the optimizer's two counters
     assert on_chip + plan.held_bytes["moments"] + plan.held_bytes["batch and padding"] == 1 << 29
     assert plan.step_seconds == plan.executed_flops / 197e12
-    needed = flops.model_flops(run.model, run.train.train_length, batch_size).total
+    needed = flops.model_flops(run.model, 16, 8).total
     np.testing.assert_allclose(plan.mfu * plan.step_seconds, needed / (8 * 197e12))
     assert plan.mfu < 1
     # At the utilisation of the lower bound of a step's time, the hours are the lower bound of the run's.
     cost = planning.costs(run, hardware, plan, plan.mfu)
-    assert (cost["steps"], cost["tokens"], cost["flops"]) == (6, 6 * batch_size * 16, 6 * needed)
+    assert (cost["steps"], cost["tokens"], cost["flops"]) == (6, 6 * 8 * 16, 6 * needed)
     np.testing.assert_allclose(cost["hours"], 6 * plan.step_seconds / 3600)
     assert cost["chip_hours"] == 8 * cost["hours"]
     assert planning.costs(run, hardware, plan, plan.mfu / 2)["hours"] == 2 * cost["hours"]
 
 
-COMPILED_GIB = {"none": 10.49, "dots": 5.29, "full": 1.98}  # of libtpu 0.0.51, for 350m on v5e:4x4
+COMPILED_GIB = {"none": 10.47, "dots": 5.29, "full": 1.97}  # of libtpu 0.0.51, for 350m on v5e:4x4
 
 
 def test_the_formula_of_memory_is_near_what_compilers_say():
@@ -257,15 +249,13 @@ def test_the_formula_of_memory_is_near_what_compilers_say():
     steps = map(json.loads, (ROOT / "results" / "gpu" / "h100_steps" / "results.jsonl").read_text().splitlines())
     needed = {line["case"].rpartition("/")[2]: line["needed_gib"] for line in steps if "min_ms" in line}
     for name, gib in needed.items():
-        spec = read_config(f"configs/paper.py:125m,{METHOD}")
+        spec = read_config(f"configs/paper.py:125m,{METHOD}", ["--config.train.batch_size=32"])
         if name == "blockwise":
             spec["model"]["attention"] = choose("attention", name, block_size=128, num_buckets=4)
-        request = planning.Request(planning.run_to_plan(spec, 32), read_topology("h100:1"), read_mesh("mesh", "data=1"))
+        request = planning.Request(planning.run_to_plan(spec), read_topology("h100:1"), read_mesh("mesh", "data=1"))
         assert 0.9 <= planning.estimate(request)["peak_bytes"] / (gib * GIB) <= 1.1, name
     for remat, gib in COMPILED_GIB.items():
-        run = planning.run_to_plan(
-            read_config(f"configs/paper.py:350m,{METHOD}", [f"--config.model.remat={remat}"]), None
-        )
+        run = planning.run_to_plan(read_config(f"configs/paper.py:350m,{METHOD}", [f"--config.model.remat={remat}"]))
         request = planning.Request(run, read_topology("v5e:4x4"), read_mesh("mesh", "fsdp=16"))
         assert 0.9 <= planning.estimate(request)["peak_bytes"] / (gib * GIB) <= 1.25, remat
 
@@ -273,7 +263,7 @@ def test_the_formula_of_memory_is_near_what_compilers_say():
 @pytest.mark.parametrize(("argument", "topology"), [("125m", "h100:8"), ("2.7b,train_length=4096", "b200:1")])
 def test_the_largest_batch_fits_and_its_double_does_not(argument, topology):
     hardware = read_topology(topology)
-    run = planning.run_to_plan(read_config(f"configs/paper.py:{argument},{METHOD}"), None)
+    run = planning.run_to_plan(read_config(f"configs/paper.py:{argument},{METHOD}"))
     plans = planning.plan_run(run, hardware)
     batch_size, chosen = planning.largest_batch(run, hardware, plans), planning.best(plans) or plans[-1]
     for size, fits in ((batch_size, True), (2 * batch_size, False)):
@@ -284,15 +274,16 @@ def test_the_largest_batch_fits_and_its_double_does_not(argument, topology):
 
 
 def test_the_printed_command_trains_what_was_planned():
-    arguments = ["--config=configs/paper.py:6.7b", "--topology=v6e-64", "--nocompile", "--batch", "512", "--mesh=a=1"]
+    batch = "--config.train.batch_size=512"
+    arguments = ["--config=configs/paper.py:6.7b", batch, "--topology", "v6e-64", "--nocompile", "--mesh=a=1"]
     given = planning.flags_without(arguments, [field.name for field in dataclasses.fields(Settings)])
-    assert given == arguments[:1]
+    assert given == arguments[:2]
     assert planning.flags_without(["--a", "b", "--plan", "--c=d", "-x=1"], ["plan", "x"]) == ["--a", "b", "--c=d"]
-    spec, hardware = read_config("configs/paper.py:6.7b"), read_topology("v6e-64")
-    run = planning.run_to_plan(spec, 512)
+    spec, hardware = read_config("configs/paper.py:6.7b", [batch]), read_topology("v6e-64")
+    run = planning.run_to_plan(spec)
     for plan in planning.plan_run(run, hardware, by_formula=True):
         program, config, *flags = shlex.split(planning.train_command(spec, hardware, plan, given))
-        trained = planning.run_to_plan(read_config(config.removeprefix("--config="), flags), None)
+        trained = planning.run_to_plan(read_config(config.removeprefix("--config="), flags))
         assert (program, trained.train.batch_size, trained.data.path) == ("dape-train", 512, "stdlib")
         assert trained.model.remat == plan.remat
         assert trained.mesh.sizes(64) == read_mesh("mesh", plan.mesh).sizes(64)
@@ -302,31 +293,25 @@ def test_the_printed_command_trains_what_was_planned():
 def test_a_run_is_planned_for_the_devices_of_this_process(tmp_path, capsys):
     planning.print_attached(tiny.spec(tmp_path), ["--config=mine.py", "--plan", "--workdir=runs/a"])
     printed = capsys.readouterr().out
-    assert "# 8 x cpu: " in printed
-    assert "| train step | fsdp=8 | none | yes |" in printed
-    assert "memory         compiled, " in printed
+    for words in ("# 8 x cpu: ", "| fsdp=8 | none | yes |", "memory         compiled, "):
+        assert words in printed
     assert printed.splitlines()[-1] == "train          dape-train --config=mine.py --workdir=runs/a"
 
 
 def test_remat_increases_until_it_fits_and_the_report_has_every_try(monkeypatch, tmp_path):
     def compiled(_, request, libtpu):
-        if request.run.model.remat == "none" and request.eval_length is None:
-            return {"fits": False, "reason": "too large"}
-        return copy.deepcopy(COMPILED)
+        does_fit = request.run.model.remat != "none"
+        return copy.deepcopy(COMPILED) if does_fit else {"fits": False, "reason": "too large"}
 
     monkeypatch.setenv("TPU_LIBRARY_PATH", __file__)
     monkeypatch.setattr(planning, "in_process", compiled)
     run, hardware = make_run(), read_topology("v5e:2x2")
-    plans = planning.plan_run(run, hardware, eval_length=16)
+    plans = planning.plan_run(run, hardware)
     meshes = [mesh.asked() for mesh in planning.candidates(run, hardware)]
-    assert [(plan.mesh, plan.remat, plan.fits) for plan in plans[:-1]] == [
-        (mesh, remat, remat == "dots") for mesh in meshes for remat in ("none", "dots")
-    ]
-    assert plans[-1].program == "evaluation at 16"
-    assert set(plans[-1].held_bytes) & {"parameters", "moments"} == {"parameters"}
+    tried = [(plan.mesh, plan.remat, plan.fits) for plan in plans]
+    assert tried == [(mesh, remat, remat == "dots") for mesh in meshes for remat in ("none", "dots")]
     text = planning.to_markdown(run, hardware, plans, 0.4, lambda plan: f"dape-train for {plan.mesh}")
-    assert text.count("no: too large") == len(meshes)
-    assert text.count("**best**") == 1
+    assert (text.count("no: too large"), text.count("**best**")) == (len(meshes), 1)
     assert f"train          dape-train for {meshes[0]}\n" in text
     planning.save(tmp_path, run, hardware, plans, 0.4)
     record = json.loads((tmp_path / "plan.json").read_text())
@@ -339,9 +324,9 @@ def test_remat_increases_until_it_fits_and_the_report_has_every_try(monkeypatch,
 
 METHOD = "bias=kerple,processor=dape,kernel=3"
 PEAKS = {  # peak bytes of the plans in docs/planning.md: argument of configs/paper.py, slice, mesh
-    ("125m", "v5e:2x2", "fsdp=4"): 3_729_596_928,
+    ("125m", "v5e:2x2", "fsdp=4"): 3_679_266_304,
     ("125m,train_length=8192", "v5e:2x2", "fsdp=4"): 1_727_296_000,
-    ("350m", "v5e:4x4", "fsdp=16"): 2_129_551_360,
+    ("350m", "v5e:4x4", "fsdp=16"): 2_113_823_744,
     ("6.7b,train_length=4096", "v5e:16x16", "fsdp=64,context=4"): 3_187_483_136,
 }
 
@@ -352,20 +337,12 @@ PEAKS = {  # peak bytes of the plans in docs/planning.md: argument of configs/pa
 def test_plans_of_the_documentation(case, libtpu, tmp_path):
     argument, topology, mesh = case
     flags = [f"--config=configs/paper.py:{argument},{METHOD}", f"--topology={topology}", f"--mesh={mesh}"]
-    flags += ["--batch=4"] if "8192" in argument else ["--batch=64"] if "4096" in argument else []
+    flags += [f"--config.train.batch_size={4 if '8192' in argument else 64}"] if "train_length" in argument else []
     done = run_python("-m", "dape_jax.planning", *flags, f"--output={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert "**best**" in done.stdout
     (plan,) = json.loads((tmp_path / "plan.json").read_text())["plans"]
     np.testing.assert_allclose(plan["peak_bytes"], PEAKS[case], rtol=0.01)
-
-
-@pytest.mark.slow
-def test_the_command_line_refuses_bad_input_in_one_line():
-    flags = ["--config=configs/paper.py:125m", "--topology=v5e:2x2", "--mesh=fsdp=3"]
-    done = run_python("-m", "dape_jax.planning", *flags)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "must multiply to 4 devices" in done.stderr
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from tiny import load_corpus
 
 from dape_jax.config import RunConfig
 from dape_jax.data.prepare import command
@@ -14,7 +15,7 @@ from dape_jax.data.store import follow_corpus
 from dape_jax.errors import InputError
 from dape_jax.recipes import read_config, read_module
 from dape_jax.training import checkpoint, loop
-from dape_jax.training.source import load_corpora, load_corpus
+from dape_jax.training.source import load_corpora
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,6 +72,9 @@ def test_values_that_are_given_are_kept(root):
     spec["data"] |= {"path": str(root / "text")}
     run = RunConfig.from_dict(follow_corpus(spec))
     assert (run.model.vocab_size, run.data.tokenizer) == (512, "bytes")  # raw text means bytes
+    spec["data"] |= {"path": str(root / "moved")}
+    with pytest.raises(InputError, match=r"data\.path = .*moved': does not exist"):  # it may have been prepared
+        follow_corpus(spec)
 
 
 def test_a_run_records_what_followed_and_starts_again(root, tmp_path, monkeypatch):

@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import ALL_BIASES, ALL_PROCESSORS, make_bias, make_layer, make_qkv, make_weight, tolerance
+from helpers import ALL_PROCESSORS, OnMesh, make_bias, make_layer, make_qkv, make_weight, tolerance, value_and_grads
 from tiny import SPEC
 
 from dape_jax.config import read_model
 from dape_jax.errors import InputError
-from dape_jax.model.attention import Blockwise, Dense, Fused, Implementation, attend, attend_on_mesh
+from dape_jax.model.attention import Blockwise, Dense, Fused, attend
+from dape_jax.model.biases import BIASES
 from dape_jax.model.processors import DapeConfig, Processor
-from dape_jax.model.scores import segment_starts
 from dape_jax.model.transformer import model_structure
-from dape_jax.sharding import MeshConfig, make_mesh, stripe, unstripe
+from dape_jax.sharding import MeshConfig, make_mesh
 
 IDS = jnp.array([[5, 5, 5, 5, 3, 9, 9, 9, 9, 9, 9], [2] * 7 + [8] * 4, [0] * 11], jnp.int32)
 DOCUMENTS = [(0, 0, 4), (0, 4, 5), (0, 5, 11), (1, 0, 7), (1, 7, 11), (2, 0, 11)]  # row, first token, end
@@ -27,10 +27,10 @@ WINDOWS = {"dape11": 5, "causal4": 2}  # with 2, a block reads a part of the key
 
 def unpacked(x):
     """Return one row for each document, followed by zeros."""
-    rows = [
-        np.pad(x[b, start:stop], ((0, 11 - stop + start), *[(0, 0)] * (x.ndim - 2))) for b, start, stop in DOCUMENTS
-    ]
-    return np.stack(rows)
+    out = np.zeros((len(DOCUMENTS), *x.shape[1:]), x.dtype)
+    for row, (b, start, stop) in zip(out, DOCUMENTS, strict=True):
+        row[: stop - start] = x[b, start:stop]
+    return out
 
 
 def packed(x):
@@ -42,17 +42,12 @@ def packed(x):
 
 
 METHODS = [
-    *((bias, "dape3") for bias in ALL_BIASES),
+    *((bias, "dape3") for bias in BIASES),
     *(("kerple", processor) for processor in ALL_PROCESSORS if processor != "dape3"),
     *itertools.product(("fire", "cope"), ("none", *WINDOWS)),
 ]
-QUICK = [
-    ("fire", "dape3"),
-    ("t5", "dape3"),
-    ("kerple", "none"),
-    ("kerple", "causal2"),
-    *(("cope", each) for each in WINDOWS),
-]
+QUICK = {("fire", "dape3"), ("t5", "dape3"), ("kerple", "none"), ("kerple", "causal2")}
+QUICK |= {("cope", processor) for processor in WINDOWS}
 
 
 @pytest.mark.parametrize(
@@ -63,25 +58,16 @@ def test_a_packed_row_is_its_documents_alone(bias, processor):
 
     A document alone is followed by tokens that it does not see, so that all documents are one program.
     """
-    params, layer = make_layer(bias, processor)
-
-    @functools.partial(jax.jit, static_argnames=("implementation", "window"))
-    def run(params, qkv, weight, segment_ids, implementation, window):
-        def loss(params, qkv):
-            out = layer(params, *qkv, implementation, segment_ids=segment_ids, window=window)
-            return (out * weight).sum(), out
-
-        (of_params, of_qkv), out = jax.grad(loss, (0, 1), has_aux=True)(params, qkv)
-        return [out, *of_qkv], of_params
-
     qkv = jax.device_get(make_qkv(batch=3))
     weight = np.asarray(make_weight(qkv[0]))
     close = {"atol": 10 * tolerance(bias), "rtol": 10 * tolerance(bias)}
-    window = WINDOWS.get(processor)
-    found, of_params = jax.device_get(run(params, [unpacked(x) for x in qkv], unpacked(weight), None, Dense(), window))
-    expected = [packed(x * (unpacked(np.ones_like(weight)) > 0)) for x in found], of_params
+    layer, options = make_layer(bias, processor), {"window": WINDOWS.get(processor)}
+    run = value_and_grads(layer, Dense(), **options)
+    out, (of_params, of_qkv) = run([unpacked(x) for x in qkv], unpacked(weight))
+    out, *of_qkv = (packed(x * (unpacked(np.ones_like(weight)) > 0)) for x in (out, *of_qkv))
     for implementation in (Dense(), Blockwise(4, 2)):
-        chex.assert_trees_all_close(run(params, qkv, weight, IDS, implementation, window), expected, **close)
+        found = value_and_grads(layer, implementation, segment_ids=IDS, **options)(qkv, weight)
+        chex.assert_trees_all_close(found, (out, (of_params, of_qkv)), **close)
 
 
 def test_both_sides_of_a_document():
@@ -97,15 +83,9 @@ def test_both_sides_of_a_document():
 def test_rows_over_devices_are_those_of_one_device():
     (params, layer), qkv = make_layer("fire", "dape3", heads=4), make_qkv(12, heads=4)
     ids = jnp.array([[0] * 5 + [1] * 7, [4] * 12], np.int32)
-
-    class OnMesh(Implementation):
-        def attend_rows(self, q, k, v, positions, score_mod, mask):
-            args = *(stripe(x, 1) for x in (q, k, v)), score_mod, mask
-            return unstripe(attend_on_mesh(Blockwise(2, 2), *args, starts_BS=segment_starts(ids)), 1)
-
     whole = jax.jit(functools.partial(layer, params), static_argnums=3)
     with jax.set_mesh(make_mesh(MeshConfig(1, 1, 2, 2), jax.devices()[:4])):
-        found = jax.device_get(whole(*qkv, OnMesh()))
+        found = jax.device_get(whole(*qkv, OnMesh(Blockwise(2, 2)), segment_ids=ids))
     chex.assert_trees_all_close(found, whole(*qkv, Dense(), segment_ids=ids), atol=1e-5)
     assert np.abs(found - whole(*qkv, Dense()))[0, 5:].max() > 1e-3
 

@@ -15,7 +15,6 @@ from dape_jax.config import RunConfig, choose
 from dape_jax.errors import InputError
 from dape_jax.model.attention import Blockwise, Dense, attend, attend_on_mesh
 from dape_jax.model.biases import KerpleConfig
-from dape_jax.model.loss import nll_of_features
 from dape_jax.model.processors import DapeConfig, ScoreMod
 from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import (
@@ -39,7 +38,7 @@ from dape_jax.training.step import abstract_state, init_state, make_train_step, 
 MESHES = {"fsdp": (1, 8, 1, 1), "context": (1, 1, 8, 1), "tensor": (2, 1, 1, 4), "mix": (1, 2, 2, 2)}
 ONE = make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
 
-DENSE, BLOCKS = {"name": "dense"}, {"name": "blockwise", "block_size": 16, "num_buckets": 2}
+DENSE = {"name": "dense"}
 ARCHITECTURES = {name: options | {"num_kv_heads": 4} for name, options in tiny.ARCHITECTURES.items()}
 
 
@@ -119,19 +118,10 @@ def test_eight_devices_are_one(root, bias, processor, mesh, accumulation_steps, 
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected.opt_state)) > 1e-2
 
 
-# The compiler counts the body of a loop once, so compare blocks of rows only if all devices have the same number.
-@pytest.mark.parametrize(
-    ("mesh", "attention"),
-    [
-        ("mix", DENSE),
-        pytest.param("fsdp", BLOCKS, marks=pytest.mark.slow),
-        pytest.param("context", DENSE, marks=pytest.mark.slow),
-    ],
-)
 @pytest.mark.extra
-def test_every_device_computes_its_share(root, mesh, attention):
+def test_every_device_computes_its_share(root):
     """Work and activations on each of eight devices are about an eighth of the total, by the compiler's plan."""
-    run = make_run(root, "kerple", "dape", width=32, attention=attention)
+    run = make_run(root, "kerple", "dape", width=32, attention=DENSE)
     graphdef, _ = model_structure(run.model)
     optimizer = make_optimizer(run.optimizer, 10)
 
@@ -143,33 +133,30 @@ def test_every_device_computes_its_share(root, mesh, attention):
             compiled = step.lower(state, put_batch({"inputs": rows, "targets": rows}, mesh)).compile()
         return compiled.cost_analysis()["flops"], compiled.memory_analysis().temp_size_in_bytes
 
-    flops, memory = planned(make_mesh(MeshConfig(*MESHES[mesh])))
+    flops, memory = planned(make_mesh(MeshConfig(*MESHES["mix"])))
     one_flops, one_memory = planned(ONE)
     assert flops < 1.3 * one_flops / 8
     assert memory < 2 * one_memory / 8
 
 
-@pytest.mark.parametrize("mesh", ["mix", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_state_is_where_the_table_says(root, mesh):
+def test_state_is_where_the_table_says(root):
     """Parameters follow the table, moments their parameters, and the state has the planned shardings."""
     run = make_run(root, "kerple", "dape")
     optimizer = make_optimizer(run.optimizer, 10)
-    mesh_of_run = make_mesh(MeshConfig(*MESHES[mesh]))
-    made = init_state(run.model, optimizer, 0, mesh_of_run)
-    planned = abstract_state(run.model, optimizer, mesh_of_run)
+    mesh = make_mesh(MeshConfig(*MESHES["mix"]))
+    made, planned = init_state(run.model, optimizer, 0, mesh), abstract_state(run.model, optimizer, mesh)
     assert shardings_of(made) == shardings_of(planned)
     chex.assert_trees_all_equal_shapes_and_dtypes(made, planned)
     moments = made.opt_state[1][0]
     for moment in (moments.mu, moments.nu):
         jax.tree.map(lambda m, p: chex.assert_equal(m.sharding, p.sharding), moment, made.params)
-    _, fsdp, _, tensor = MESHES[mesh]
-    layers, V, D, K = made.params["layers"], 260, 16, 4
-    for leaf, shape in (
-        (layers["mlp"]["up_DF"], (2, D // fsdp, 4 * D // tensor)),
-        (layers["attention"]["query_DHK"], (2, D // fsdp, 4 // tensor, K)),
-        (layers["attention"]["output_HKD"], (2, 4 // tensor, K, D // fsdp)),
+    layers = made.params["layers"]
+    for leaf, shape in (  # two layers; V = 260, D = 16, F = 64 and H = 4 in halves
+        (layers["mlp"]["up_DF"], (2, 8, 32)),
+        (layers["attention"]["query_DHK"], (2, 8, 2, 4)),
+        (layers["attention"]["output_HKD"], (2, 2, 4, 8)),
         (layers["attention"]["processor"]["scores_WHC"], (2, 3, 4, 4)),
-        (made.params["embedding_VD"], (V // tensor, D // fsdp)),
+        (made.params["embedding_VD"], (130, 8)),
     ):
         assert leaf.addressable_shards[0].data.shape == shape
 
@@ -189,78 +176,37 @@ def test_striped_rows_are_restored(num_context, rows_each, dim):
         np.testing.assert_array_equal(rows, np.take(x, np.arange(device, length, num_context), axis=dim))
 
 
-@pytest.mark.parametrize(("sizes", "parts"), [((1, 1, 1, 1), (1, 20)), ((1, 2, 2, 2), (17, 32))], ids=str)
-@pytest.mark.extra
-def test_unembedding_in_parts_is_the_whole(root, sizes, parts):
-    """Compare values and gradients, at sizes that do and do not divide the length; no array has all logits."""
-    run = make_run(root, "nope", "none", num_layers=1)
-    graphdef, _ = model_structure(run.model)
-    mesh = make_mesh(MeshConfig(*sizes), jax.devices()[: np.prod(sizes)])
-    params = init_state(run.model, optax.sgd(0.1), 0, mesh).params
-    batch, length = 4, 48
-    tokens, draw = jnp.asarray(random_rows(batch, length)), np.random.default_rng(2)
-    features = draw.standard_normal((batch, length, 16), np.float32)
-    weight = draw.standard_normal((batch, length), np.float32)
-
-    def compiled(at_once):
-        def loss(params, features):
-            model = nnx.merge(graphdef, params)
-            return (nll_of_features(model, features, tokens, at_once) * weight).sum()
-
-        return jax.jit(jax.value_and_grad(loss, (0, 1))).lower(params, features).compile()
-
-    with jax.set_mesh(mesh):
-        whole = compiled(10**6)
-        expected = jax.device_get(whole(params, features))
-        # Positions in each part: 1, 4, 5 or 8 of 48 on one device; 1, 8, 10 or 16 of each device's 24 on eight.
-        for at_once in parts:
-            step = compiled(at_once)
-            chex.assert_trees_all_close(jax.device_get(step(params, features)), expected, rtol=2e-6, atol=2e-6)
-    rows, columns, width = batch // (sizes[0] * sizes[1]), length // sizes[2], 260 // sizes[3]
-    logits = f"f32[{rows},{columns},{width}]"
-    assert logits in whole.as_text()
-    assert logits not in step.as_text()
-
-
 def test_meshes_are_read_and_bad_ones_are_named():
     assert read_mesh("--mesh", "context=2,fsdp=-1") == MeshConfig(data=1, fsdp=-1, context=2, tensor=1)
     assert read_mesh("--mesh", "fsdp=-1").sizes(8) == (1, 8, 1, 1)
     assert MeshConfig(1, 4, 2, 1).asked() == "fsdp=4,context=2"
     for text, words in (
-        ("fsdp", ["--mesh", "'fsdp'", "axis=size"]),
-        ("fsdp=4,expert=2", ["expert", "'context'"]),
-        ("fsdp=0", ["mesh.fsdp", "0", "positive"]),
-        ("fsdp=-1,data=-1", ["mesh", "-1", "one axis"]),
-        ("fsdp=2,fsdp=4", ["fsdp=2,fsdp=4", "each once"]),
-        ("fsdp=3", ["fsdp=3", "8 devices"]),
+        ("fsdp", "--mesh = 'fsdp': .*axis=size"),
+        ("fsdp=4,expert=2", "expert.*'context'"),
+        ("fsdp=0", "mesh.fsdp = 0: .*positive"),
+        ("fsdp=-1,data=-1", "mesh.*-1.*one axis"),
+        ("fsdp=2,fsdp=4", "fsdp=2,fsdp=4.*each once"),
+        ("fsdp=3", "fsdp=3.*8 devices"),
     ):
-        with pytest.raises(InputError) as error:
+        with pytest.raises(InputError, match=words):
             make_mesh(read_mesh("--mesh", text))
-        assert all(word in str(error.value) for word in words), error.value
 
 
 @pytest.mark.parametrize(
-    ("mesh", "model", "words"),
+    ("mesh", "changes", "words"),
     [
-        ({"fsdp": 8}, {"width": 12}, ["model.width = 12", "mesh.fsdp = 8"]),
-        ({"tensor": 8}, {}, ["model.num_heads = 2", "mesh.tensor = 8"]),
-        ({"tensor": 2, "data": 4}, {"num_kv_heads": 1}, ["model.num_kv_heads = 1", "mesh.tensor = 2"]),
-        ({"tensor": 2, "data": 4}, {"vocab_size": 257}, ["model.vocab_size = 257", "mesh.tensor = 2"]),
-        ({"context": 8}, {}, ["train.train_length = 12", "mesh.context x mesh.tensor = 8"]),
-        ({"data": 4, "context": 2}, {}, ["train.batch_size = 6", "4"]),
+        ({"fsdp": 8}, {"model__width": 12}, "model.width = 12: .*mesh.fsdp = 8"),
+        ({"tensor": 8}, {}, "model.num_heads = 2: .*mesh.tensor = 8"),
+        ({"tensor": 2, "data": 4}, {"model__num_kv_heads": 1}, "model.num_kv_heads = 1: .*mesh.tensor = 2"),
+        ({"tensor": 2, "data": 4}, {"model__vocab_size": 257}, "model.vocab_size = 257: .*mesh.tensor = 2"),
+        ({"context": 8}, {"train__train_length": 12}, "train.train_length = 12: .*mesh.context x mesh.tensor = 8"),
+        ({"data": 4, "context": 2}, {"train__batch_size": 6}, "train.batch_size = 6: .*4"),
     ],
 )
-def test_sizes_that_do_not_divide_are_named(root, tmp_path, mesh, model, words):
-    spec = tiny.spec(
-        root,
-        train__train_length=12 if "context" in mesh else 16,
-        train__batch_size=6 if "data" in mesh and "context" in mesh else 8,
-    )
-    spec["mesh"] = dict.fromkeys(AXES, 1) | mesh
-    spec["model"] |= {"vocab_size": 264} | model
-    with pytest.raises(InputError) as error:
-        loop.train(spec, tmp_path / "run")
-    assert all(word in str(error.value) for word in words), error.value
+def test_sizes_that_do_not_divide_are_named(root, tmp_path, mesh, changes, words):
+    spec = tiny.spec(root, **{"model__vocab_size": 264} | changes)
+    with pytest.raises(InputError, match=words):
+        loop.train(spec | {"mesh": dict.fromkeys(AXES, 1) | mesh}, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -301,11 +247,10 @@ def test_gradients_in_a_users_shard_map(split):
     """In `jax.shard_map` with its default checks, the gradients are those without it."""
     bias = KerpleConfig().build(4, 8, nnx.Rngs(0))
     processor = DapeConfig(kernel_width=3, channels=5).build(4, rngs=nnx.Rngs(1))
-    qkv = list(np.random.default_rng(0).normal(size=(3, 4, 8, 4, 8)).astype(np.float32))
-    weight = np.random.default_rng(1).normal(size=(4, 8, 4, 8)).astype(np.float32)
+    *qkv, weight = np.random.default_rng(0).normal(size=(4, 4, 8, 4, 8)).astype(np.float32)
     mesh, pos = Mesh(jax.devices()[:4], ("x",)), jnp.arange(8)
-    rows = PartitionSpec("x") if split == "batch" else PartitionSpec(None, "x")
-    keys, q_spec = (rows, PartitionSpec()) if split == "batch" else (PartitionSpec(), PartitionSpec("x"))
+    whole, rows = PartitionSpec(), PartitionSpec("x") if split == "batch" else PartitionSpec(None, "x")
+    keys, q_spec = (rows, whole) if split == "batch" else (whole, PartitionSpec("x"))
 
     def loss(modules, q, k, v, q_pos, weight):
         options = {"bias": modules[0], "processor": modules[1], "implementation": Blockwise(4, 2)}
@@ -315,9 +260,7 @@ def test_gradients_in_a_users_shard_map(split):
     def local(*args):
         return jax.lax.psum(loss(*args), "x")
 
-    specs = (PartitionSpec(), rows, keys, keys, q_spec, rows)
-    split_loss = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
-
+    split_loss = jax.shard_map(local, mesh=mesh, in_specs=(whole, rows, keys, keys, q_spec, rows), out_specs=whole)
     args = (bias, processor), *qkv, pos, weight
     found, expected = (jax.jit(jax.value_and_grad(f, (0, 1, 2, 3)))(*args) for f in (split_loss, loss))
     chex.assert_trees_all_close(found, expected, atol=1e-5, rtol=1e-5)

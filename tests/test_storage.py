@@ -40,6 +40,7 @@ def test_a_path_is_local_or_in_a_bucket(monkeypatch):
     assert [storage.is_remote(path) for path in (local, remote)] == [False, True]
     assert str(remote / "config.json") == "s3://bucket/runs/a/config.json"
     assert str(storage.to_path("file:///tmp/a", "--workdir")) == "/tmp/a"
+    assert storage.to_path("~/a", "--workdir") == Path.home() / "a"
     for text in ("az://b/a", "gs:/b/a", "abfs:/x/y", "http://host/a", "s3://", "gs:///a", "hdfs://a/b", "gs://b/a[1]"):
         with pytest.raises(InputError, match=f"^--workdir = {re.escape(repr(text))}: must "):
             storage.to_path(text, "--workdir")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from dape_jax.errors import InputError
 from experiments import report, runs, verdicts
-from experiments.methods import Cell, Claim, Less, Score
-from experiments.verdicts import Sample, describe, difference, format_difference, holm, judge
+from experiments.methods import Cell, Less, Score, claim
+from experiments.verdicts import Sample, describe, difference, format_difference, holm, in_units, judge
 
 pytestmark = pytest.mark.extra
 
@@ -21,6 +21,10 @@ A, B = Cell("a", 16, 16), Cell("b", 16, 16)
 def lookup_of(values: dict):
     """Return a lookup of constant values by seed."""
     return lambda side: {seed: [Sample.of_value(value)] for seed, value in values[side].items()}
+
+
+def verdicts_of(judgement: verdicts.Judgement) -> list[str]:
+    return [pair.verdict for pair in judgement.pairs]
 
 
 def noisy(rng: np.random.Generator, mean: float, of_seeds: float, of_documents: float, seeds: int = 3, units: int = 40):
@@ -117,9 +121,9 @@ def test_a_model_that_diverged_is_worse_than_any_other(of_low: float, of_high: f
     """Between two of them nothing is shown, whatever the factor; NaN shows nothing."""
     logs = {A: dict.fromkeys((0, 1), math.log(of_low)), B: dict.fromkeys((0, 1), math.log(of_high))}
     for factor in (0.5, 1.0, 2.0):
-        judgement = judge(Claim("", (Less(A, B, factor),)), lookup_of(logs), "perplexity")
+        judgement = judge(claim(Less(A, B, factor)), lookup_of(logs), "perplexity")
         assert judgement.verdict == verdict
-        assert len(format_difference(judgement.deciding, "perplexity")) < 40
+        assert len(format_difference(*in_units(judgement.deciding, "perplexity"))) < 40
 
 
 # ---- several comparisons
@@ -150,15 +154,13 @@ def test_all_lengths_of_two_models_are_one_pair():
     for cell in values:
         if cell.method == "a":
             values[cell] = {0: 0.5, 1: 0.5001, 2: 0.5}
-    claim = Claim("better", tuple(Less(cells["a", t, at], cells["b", t, at]) for t in (16, 32) for at in (32, 64, 128)))
-    judgement = judge(claim, lookup_of(values), "perplexity")
-    assert (judgement.verdict, judgement.holding, judgement.contradicted) == ("holds", 2, 0)
-    assert judgement.of_pairs == ("holds", "holds")
+    better = claim(*(Less(cells["a", t, at], cells["b", t, at]) for t in (16, 32) for at in (32, 64, 128)))
+    judgement = judge(better, lookup_of(values), "perplexity")
+    assert (judgement.verdict, *verdicts_of(judgement)) == ("holds", "holds", "holds")
 
     values[cells["a", 32, 64]] = {0: 0.5, 1: 1.5, 2: 1.0}  # one length of one pair is noisy
-    judgement = judge(claim, lookup_of(values), "perplexity")
-    assert (judgement.verdict, judgement.holding, judgement.contradicted) == ("undecided", 1, 0)
-    assert judgement.of_pairs == ("holds", "undecided")
+    judgement = judge(better, lookup_of(values), "perplexity")
+    assert (judgement.verdict, *verdicts_of(judgement)) == ("undecided", "holds", "undecided")
     names = [describe(pair.weakest.less, "perplexity", with_length=False) for pair in judgement.pairs]
     assert names == ["a T16 against b T16", "a T32 against b T32"]
     itself = Less(cells["a", 16, 64], cells["a", 16, 32])
@@ -169,25 +171,25 @@ def test_all_lengths_of_two_models_are_one_pair():
     larger = Less(Cell("a", 128, 256, "350m"), Cell("b", 128, 256, "350m"), 1.5)
     assert describe(larger, "step_ms") == "a 350m T128 at 256 against 1.50 x b 350m T128 at 256"
     assert describe(larger, "step_ms", divisor=4, sizes={"350m": "s"}) == "a s T32 at 64 against 1.50 x b s T32 at 64"
-    assert judge(dataclasses.replace(claim, at_least=1), lookup_of(values), "perplexity").verdict == "holds"
+    assert judge(dataclasses.replace(better, at_least=1), lookup_of(values), "perplexity").verdict == "holds"
 
     values[cells["a", 32, 64]] = {0: 2.0, 1: 2.0001, 2: 2.0}  # and now it is reversed
-    judgement = judge(claim, lookup_of(values), "perplexity")
-    assert (judgement.verdict, judgement.holding, judgement.contradicted) == ("contradicted", 1, 1)
-    assert judgement.of_pairs == ("holds", "contradicted")
-    lines = report._parts([(runs.Group("fig2", "small", "text", {}, []), [judgement])])
-    assert lines == ["- fig2 small, text, better. Holds: a T16 against b T16; contradicted: a T32 against b T32."]
-    assert judge(dataclasses.replace(claim, at_least=1), lookup_of(values), "perplexity").verdict == "holds"
+    judgement = judge(better, lookup_of(values), "perplexity")
+    assert (judgement.verdict, *verdicts_of(judgement)) == ("contradicted", "holds", "contradicted")
+    group = runs.Group("fig2", "paper", "text", {}, [])
+    lines = report._parts([(group, report._claim(group, "better", better, judgement))])
+    assert lines == ["- fig2 paper, text, better. Holds: a T16 against b T16; contradicted: a T32 against b T32."]
+    assert judge(dataclasses.replace(better, at_least=1), lookup_of(values), "perplexity").verdict == "holds"
 
 
 def test_comparisons_are_of_the_same_seed_and_need_it_on_both_sides():
     values = {A: {0: 1.0, 1: 5.0, 2: 3.0, 7: 9.0}, B: {0: 1.1, 1: 5.1, 2: 3.1, 3: 0.1}}
-    assert judge(Claim("", (Less(A, B),)), lookup_of(values), "perplexity").verdict == "holds"
+    assert judge(claim(Less(A, B)), lookup_of(values), "perplexity").verdict == "holds"
     for side in (A, B):
         one = values | {side: {0: values[side][0]}}
-        assert judge(Claim("", (Less(A, B),)), lookup_of(one), "perplexity").verdict == "not tested"
-    assert judge(Claim("", ()), lookup_of(values), "perplexity").verdict == "not tested"
-    missing = Claim("", (Less(A, B), Less(Cell("c", 16, 16), B)))
+        assert judge(claim(Less(A, B)), lookup_of(one), "perplexity").verdict == "not tested"
+    assert judge(claim(), lookup_of(values), "perplexity").verdict == "not tested"
+    missing = claim(Less(A, B), Less(Cell("c", 16, 16), B))
     assert judge(missing, lookup_of(values | {Cell("c", 16, 16): {}}), "perplexity").verdict == "not tested"
 
 
@@ -196,7 +198,7 @@ def test_a_constant_and_a_factor_are_compared_by_ratio_or_by_difference():
     for less, expected in ((Less(A, 2.5), 2 / 2.5), (Less(A, B, 0.25), 2 / (0.25 * 4)), (Less(1.0, A), 1 / 2)):
         found = difference(less, values, "perplexity")
         assert math.exp(found.mean) == pytest.approx(expected)
-        assert format_difference(found, "perplexity") == f"{100 * (expected - 1):+.1f} %"
+        assert format_difference(*in_units(found, "perplexity")) == f"{100 * (expected - 1):+.1f} %"
     found = difference(Less(0.0, A), lookup_of({A: {0: 3.0}}), "delta")
     assert found.mean == -3.0
 

@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 
 from dape_jax.configs import common
-from dape_jax.data.store import Corpora, DataConfig
+from dape_jax.data.store import Corpora, Corpus, DataConfig
 from dape_jax.model.transformer import GPT_NEOX, LLAMA
 from dape_jax.training.source import load_corpora
 
@@ -74,6 +74,12 @@ def spec(root: Path, **changes: Any) -> dict[str, Any]:
     if not text.exists():
         write_text(text)
     return changed(SPEC, **{"data__path": str(text), "data__cache_dir": str(root / "cache")} | changes)
+
+
+def load_corpus(config: DataConfig, lossy: bool = False) -> Corpus:
+    """Return the corpus of a config with one text."""
+    corpora = load_corpora(config, lossy)
+    return Corpus(*corpora.train.values(), *corpora.validation.values())
 
 
 def sentencepiece_bpe(texts: Sequence[str]) -> dict[str, Any]:
