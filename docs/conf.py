@@ -31,6 +31,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_co
 exclude_patterns = ["_build"]
 
 myst_heading_anchors = 3
+smartquotes = False  # options keep their two hyphens, and code its quotes
 suppress_warnings = ["mystnb.unknown_mime_type"]
 
 # The notebook has the outputs of one run: `jupyter execute --inplace docs/quickstart.ipynb`. The build runs nothing.
@@ -67,7 +68,7 @@ def block_to_rst(block: list[str]) -> list[str]:
     if block[0].startswith("- "):
         return [*map(escape, block), ""]
     if any(line.startswith(" ") or re.search(r"\S {2,}\S", line) for line in block):
-        return ["::", "", *(f"    {line}" for line in block), ""]
+        return [".. code-block:: text", "", *(f"    {line}" for line in block), ""]
     return [*map(escape, block), ""]
 
 
@@ -92,7 +93,22 @@ def shorten_types(app, what, name, obj, options, signature, returned):
     return tuple(part and part.replace("jaxlib._jax.Array", "Array") for part in (signature, returned))
 
 
+OPTION = re.compile(r"(?<=[\s>])--?(?=\w)")  # the hyphens of an option, in the text of an element
+IMAGE = re.compile(r'<img [^>]*src="(_images/[^"]+)"[^>]*/>')
+
+
+def improve_page(app, page, template, context, doctree):
+    """Mark the hyphens of options in code, which a style sheet keeps on one line, and link images to their files."""
+    parts = re.split(r"(<(pre|code)\b.*?</\2>)", context.get("body", ""), flags=re.DOTALL)
+    for i, part in enumerate(parts):
+        if part.startswith("<pre") or part.startswith("<code"):
+            parts[i] = OPTION.sub(r'<span class="option">\g<0></span>', part)
+    del parts[2::3]  # the names of the elements
+    context["body"] = IMAGE.sub(r'<a href="\1">\g<0></a>', "".join(parts))
+
+
 def setup(app):
     """Register the conversions; docstrings ahead of napoleon's own at priority 500."""
+    app.connect("html-page-context", improve_page)
     app.connect("autodoc-process-signature", shorten_types)
     app.connect("autodoc-process-docstring", docstring_to_rst, priority=400)
