@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dape_jax.library import *
 
 __all__ = ["Auto", "Blockwise", "Dense", "Fused", "attend", "masked_softmax", "score"]
-__all__ += ["dape", "distances", "kerple"]  # functions of arrays
+__all__ += ["dape", "distances", "kerple", "key_convolution"]  # functions of arrays
 __all__ += ["AlibiConfig", "FireConfig", "KerpleConfig", "KerplePowerConfig", "SandwichConfig", "T5Config"]
 __all__ += ["CopeConfig", "DapeConfig", "TransformerXLConfig"]  # frozen configs that build NNX modules
 __all__ += ["Llama3Rope", "NtkAware", "PositionInterpolation", "Rope", "Yarn"]

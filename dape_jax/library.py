@@ -19,6 +19,6 @@ from dape_jax.model.biases import (
 )
 from dape_jax.model.contextual import ContextualBias, CopeConfig, TransformerXLConfig
 from dape_jax.model.positions import Llama3Rope, NtkAware, PositionInterpolation, Rope, Yarn
-from dape_jax.model.processors import PROCESSORS, DapeConfig, Processor, ProcessorConfig, dape
+from dape_jax.model.processors import PROCESSORS, DapeConfig, Processor, ProcessorConfig, dape, key_convolution
 from dape_jax.model.scores import masked_softmax
 from dape_jax.model.transformer import Cache, Transformer, TransformerConfig, make_cache

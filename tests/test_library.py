@@ -37,8 +37,8 @@ PAGE = ROOT / "docs" / "library.md"
 # breaks them, so edit this list only deliberately.
 STABLE = set(
     """
-    attend Dense Blockwise Fused Auto score masked_softmax dape distances kerple AlibiConfig KerpleConfig
-    KerplePowerConfig SandwichConfig T5Config FireConfig CopeConfig TransformerXLConfig DapeConfig Rope
+    attend Dense Blockwise Fused Auto score masked_softmax dape distances kerple key_convolution AlibiConfig
+    KerpleConfig KerplePowerConfig SandwichConfig T5Config FireConfig CopeConfig TransformerXLConfig DapeConfig Rope
     PositionInterpolation NtkAware Yarn Llama3Rope BIASES PROCESSORS Bias BiasConfig DistanceBias ContextualBias
     Processor ProcessorConfig TransformerConfig Transformer Cache make_cache InputError
     """.split()
@@ -51,6 +51,7 @@ ARGUMENTS = {  # as inspect names them; those after a * are given by name
     "alignment edge residual leak dtype",
     "distances": "q_pos_T k_pos_S * causal",
     "kerple": "distance p_H a_H",
+    "key_convolution": "x_BTSI kernel_WIO pad_left pad_right",
     "make_cache": "config batch length",
     "Blockwise": "block_size num_buckets",
     "Fused": "platform",
