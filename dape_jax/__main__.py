@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+from dape_jax import command_line
+
 # Modules of the commands, each with a function `command`; those of `pyproject.toml`.
 COMMANDS = {
     "dape-train": "training.command",
@@ -27,4 +29,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)

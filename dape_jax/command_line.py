@@ -1,13 +1,13 @@
 """Command lines: flags from dataclasses, quiet libraries, one-line errors for bad input."""
 
 import dataclasses
+import functools
 import io
 import logging
 import os
 import re
 import sys
 import typing
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ Settings = TypeVar("Settings")
 def run(
     main: Callable[..., None],
     *settings: type,
+    config: bool = False,
     interrupted: str = "interrupted",
     positional: tuple[str, ...] = (),
 ) -> None:
@@ -49,15 +50,18 @@ def run(
     libraries from WARNING, because Orbax logs many lines for each checkpoint.
 
     Args:
-        main: function of an instance of the first of `settings`, if there are any, and of the positional arguments.
+        main: function of an instance of the first of `settings`, if there are any, of the config and of the positional
+            arguments.
         settings: dataclasses; `from_flags` returns instances of the others.
+        config: whether there are flags `--config`, `--config.SECTION.FIELD` and `--import`; see `recipes.read_config`.
         interrupted: message after Ctrl-C.
         positional: names of the positional arguments, for messages. Further arguments are refused.
     """
+    fields = [each for each in sys.argv[1:] if config and re.match("--?config[.]", each)]
 
     def parse(arguments: list[str]) -> list[str]:
         try:
-            remaining = _parse(arguments)
+            remaining = _parse([each for each in arguments if each not in fields])
         except SystemExit:  # absl has printed the help, and exits with 1
             sys.exit(0)
         if excess := remaining[1 + len(positional) :]:
@@ -69,44 +73,45 @@ def run(
         return remaining
 
     def call(arguments: list[str]) -> None:
-        main(*map(from_flags, settings[:1]), *arguments[1:])
+        given = flags.FLAGS
+        spec = [recipes.read_config(given["config"].value, fields, given["import"].value)] if config else []
+        main(*map(from_flags, settings[:1]), *spec, *arguments[1:])
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for text that the locale cannot represent
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # None if it was closed, as by `2>&-`
     sys.unraisablehook = _print_unraisable
-    for each in settings:
-        _define_flags(each)
-    if "version" not in flags.FLAGS:  # defined by an earlier call in this process
-        flags.DEFINE_bool("version", False, "Print the version.")
-    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["version"])
+    _define_flags(config, settings)
     # --help shows the docstring of the main module, and the script of an installed entry point has none.
-    needs_recipes = "config" in flags.FLAGS and any(re.match("--?help", each) for each in sys.argv[1:])
-    of_config = f"\n{recipes.describe()}\n" if needs_recipes else ""
-    sys.modules["__main__"].__doc__ = f"{sys.modules[main.__module__].__doc__}{of_config}"
+    of_recipes = f"\n{recipes.describe()}\n" if config and any("help" in each for each in sys.argv) else ""
+    sys.modules["__main__"].__doc__ = f"{sys.modules[main.__module__].__doc__}{of_recipes}"
     try:
-        app.run(call, flags_parser=parse)
+        try:
+            app.run(call, flags_parser=parse)
+        finally:
+            print(end="", flush=True)  # now, so that the reader of a pipe is missed here and not at the exit
+        return
     except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
-        sys.exit(130)
+        status, lines = 130, [interrupted]
     except BrokenPipeError:  # the reader of the output has exited, as in `| head`; without dup2 the final flush fails
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        status, lines = 141, []
     except StoppedError as error:
-        print(error, file=sys.stderr)
-        sys.exit(128 + error.number)
-    except (InputError, OverflowError, NonFiniteError, OSError) as error:
-        prefix = "a number of the config is too large: " if isinstance(error, OverflowError) else ""
-        lines = error.messages if isinstance(error, InputError) else [f"{prefix}{error}"]
-        for line in lines:
-            print(f"error: {printable(line)}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, InputError | OverflowError) else 1)
+        status, lines = 128 + error.number, [str(error)]
+    except InputError as error:
+        status, lines = 2, [f"error: {line}" for line in error.messages]
+    except OverflowError as error:
+        status, lines = 2, [f"error: a number of the config is too large: {error}"]
+    except (NonFiniteError, OSError) as error:
+        status, lines = 1, [f"error: {error}"]
     except (RuntimeError, AssertionError) as error:  # JAX asserts that it has a platform
         fault = platform_fault(error)
         if fault is None:
             raise
-        print(f"error: {printable(fault)}", file=sys.stderr)
-        sys.exit(2)
+        status, lines = 2, [f"error: {fault}"]
+    for line in lines:
+        print(printable(line), file=sys.stderr)
+    sys.exit(status)
 
 
 class _PlainFormatter(logging.Formatter):
@@ -128,15 +133,14 @@ def _print_unraisable(unraisable: Any) -> None:
 
 
 def _parse(arguments: list[str]) -> list[str]:
-    """Return the positional arguments after parsing the flags, and read the config file with its fields' flags.
+    """Return the positional arguments after parsing the flags.
 
     Raises:
-        InputError: flags are unknown, or else values of flags or fields are wrong; with a line for each.
+        InputError: flags are unknown, or else values of flags are wrong; with a line for each.
     """
     if {"-version", "--version"} & set(arguments[1:]):
         print(f"dape_jax {__version__}")
         sys.exit(0)
-    of_config = [each for each in arguments if re.match("--?config[.]", each)] if "config" in flags.FLAGS else []
     given = [re.fullmatch("--?(help|import)=(.+)", each) for each in arguments[1:]]
     values = {match[1]: match[2] for match in given if match}
     if "config" in flags.FLAGS and "help" in values:
@@ -145,37 +149,36 @@ def _parse(arguments: list[str]) -> list[str]:
 
         print(describe(values["help"]))
         sys.exit(0)
-    others = [each for each in arguments if each not in of_config]
-    names = {each: each.lstrip("-").partition("=")[0] for each in others[1:] if re.match("--?[^-0-9]", each)}
+    names = {each: each.lstrip("-").partition("=")[0] for each in arguments[1:] if re.match("--?[^-0-9]", each)}
     unknown = {each: name for each, name in names.items() if not {name, name.removeprefix("no")} & set(flags.FLAGS)}
     if unknown:
         nearest = [did_you_mean(name, flags.FLAGS, "--") or "; see --help" for name in unknown.values()]
         raise InputError(*(f"{each}: no such flag{advice}" for each, advice in zip(unknown, nearest, strict=True)))
-    counts = Counter(name for name in names.values() if name in flags.FLAGS)
-    again = [x for x in counts if counts[x] > 1 and isinstance(flags.FLAGS[x].parser, flags.ListParser)]
-    if again:  # absl takes the last one
-        raise InputError(*(f"--{name}: must be given once, with commas between its values" for name in again))
     try:
-        remaining = flags.FLAGS(others)
+        return flags.FLAGS(arguments)
     except flags.Error as error:
-        missing = r"flag --(\w+)=None: Flag --\1 must have a value other than None\."
-        lines = [re.sub(missing, r"--\1: must be given", line) for line in str(error).splitlines()]
-        raise InputError(*(line.removeprefix("flag ") for line in lines)) from error
-    if "config" in flags.FLAGS:
-        config = flags.FLAGS["config"]
-        config.value = recipes.read_config(str(config.value), of_config, flags.FLAGS["import"].value or ())
-    return remaining
+        missing = r"=None: Flag --\w+ must have a value other than None\."
+        text = re.sub(missing, ": must be given", str(error))
+        text = text.replace("already defined as", "must be given once, with commas between its values; it is also")
+        raise InputError(*(line.removeprefix("flag ") for line in text.splitlines())) from error
 
 
 COMPILATION_CACHE = "Directory, local or gs://, for compiled programs; by default $JAX_COMPILATION_CACHE_DIR."
 
 
 def use_compilation_cache(directory: str | None) -> None:
-    """Set the directory of JAX's compilation cache, unless the flag is unset; create it if missing."""
-    if directory is not None:
-        path = absolute(to_path(directory, "--compilation_cache"))
-        with read_errors("--compilation_cache", directory):
+    """Set the directory of JAX's compilation cache, unless the flag is unset; create it if missing.
+
+    Raises:
+        InputError: the directory, or that of JAX's environment variable, cannot be created or read.
+    """
+    field = "JAX_COMPILATION_CACHE_DIR" if directory is None else "--compilation_cache"
+    directory = os.environ.get(field) if directory is None else directory
+    if directory:
+        path = absolute(to_path(directory, field))
+        with read_errors(field, directory):
             path.mkdir(parents=True, exist_ok=True)
+            next(path.iterdir(), None)
         import jax  # imported here: it takes seconds, and a wrong flag is reported first
 
         jax.config.update("jax_compilation_cache_dir", str(path))
@@ -201,25 +204,38 @@ class _BooleanParser(flags.BooleanParser):
             raise ValueError("must be true, false, yes or no") from None
 
 
-def _define_flags(settings: type) -> None:
-    """Define one absl flag for each field of a dataclass."""
+def _define_flags(config: bool, settings: Sequence[type]) -> None:
+    """Define one absl flag for each field of the dataclasses, those of a config file, and --version."""
     kinds = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string}
-    hints = typing.get_type_hints(settings)
-    for field in dataclasses.fields(settings):
-        kind, is_required = hints[field.name], field.default is dataclasses.MISSING
-        default: Any = None if is_required else field.default
-        if field.metadata["repeated"]:
-            define = flags.DEFINE_multi_string
-        elif typing.get_origin(kind) is tuple:
-            define, default = flags.DEFINE_list, None if is_required else list(map(str, default))
-        else:
-            define = kinds[next(member for member in (*typing.get_args(kind), kind) if member in kinds)]
-        define(field.name, default, field.metadata["help"])
-        if define is flags.DEFINE_bool:
-            flags.FLAGS[field.name].parser = _BooleanParser()
-        if is_required:
-            flags.mark_flag_as_required(field.name)
-        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[field.name])  # --help lists these
+    if "version" not in flags.FLAGS:  # defined by an earlier call in this process
+        flags.DEFINE_bool("version", False, "Print the version.")
+    names, required = ["version"], list[str]()
+    if config:
+        text = "Config file or recipe of the package, with its argument after a colon: configs/quickstart.py:bias=alibi"
+        flags.DEFINE_string("config", None, f"{text}. --config.SECTION.FIELD=VALUE sets a field.")
+        text = "Modules of your own that add to BIASES and PROCESSORS, in the current directory or installed"
+        flags.DEFINE_list("import", [], f"{text}: my_methods.", allow_overwrite=False)
+        names, required = [*names, "config", "import"], ["config"]
+    for each in settings:
+        hints = typing.get_type_hints(each)
+        for field in dataclasses.fields(each):
+            kind, is_required = hints[field.name], field.default is dataclasses.MISSING
+            default: Any = None if is_required else field.default
+            if field.metadata["repeated"]:
+                define = flags.DEFINE_multi_string
+            elif typing.get_origin(kind) is tuple:
+                define = functools.partial(flags.DEFINE_list, allow_overwrite=False)  # else the last one counts
+                default = None if is_required else list(map(str, default))
+            else:
+                define = kinds[next(member for member in (*typing.get_args(kind), kind) if member in kinds)]
+            define(field.name, default, field.metadata["help"])
+            if define is flags.DEFINE_bool:
+                flags.FLAGS[field.name].parser = _BooleanParser()
+            names.append(field.name)
+            required += [field.name] if is_required else []
+    flags.mark_flags_as_required(required)
+    for name in names:
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])  # --help lists these
 
 
 def from_flags(settings: type[Settings]) -> Settings:

@@ -8,11 +8,10 @@ import dataclasses
 import inspect
 import re
 import textwrap
-import types
 import typing
 from typing import Any, NamedTuple
 
-from dape_jax.config import CHOICES, RunConfig, TaskRunConfig, read_run
+from dape_jax.config import CHOICES, read_run
 from dape_jax.data.store import follow_corpus
 from dape_jax.errors import InputError, did_you_mean, require
 from dape_jax.model.transformer import TransformerConfig
@@ -45,45 +44,39 @@ def sections() -> list[Section]:
     """Return all sections of the configs of language models and of tasks."""
     specs = {name: read_config(f"{RECIPES / name}.py{argument}") for name, argument in SHOWN.items()}
     specs["paper"]["data"]["path"] = None  # it has no default
-    found = []
-    for cls, run, recipes in (
-        (RunConfig, read_run(follow_corpus(specs["quickstart"])), ("quickstart", "small", "paper", "che")),
-        (TaskRunConfig, read_run(specs["che"]), ("che",)),
-    ):
-        for section in dataclasses.fields(cls):
+    found: dict[type, tuple[str, Any]] = {}
+    for run in (read_run(follow_corpus(specs["quickstart"])), read_run(specs["che"])):
+        for section in dataclasses.fields(run):
             config = getattr(run, section.name)
-            if type(config) in [type(other) for _, other, _ in found]:
-                continue
-            values = {name: specs[name][section.name] for name in recipes if _fits(config, specs[name][section.name])}
-            found.append((section.name, config, values))
-            if section.name == "model":
-                for field, table in CHOICES.items():
-                    if field != "alternate_rotary":
-                        found += [(f"model.{field} = {name}", table[name](), {}) for name in table]
-    return [Section(name, _summary(config), _fields(config, values)) for name, config, values in found]
+            found.setdefault(type(config), (section.name, config))
+            for field, table in CHOICES.items() if section.name == "model" else ():
+                for name in table if field != "alternate_rotary" else ():
+                    found.setdefault(table[name], (f"model.{field} = {name}", table[name]()))
+    return [
+        Section(name, (inspect.getdoc(cls) or "").partition("\n")[0], _fields(config, name, specs))
+        for cls, (name, config) in found.items()
+    ]
 
 
-def _fits(config: Any, values: dict[str, Any]) -> bool:
-    return set(values) <= {field.name for field in dataclasses.fields(config)}
-
-
-def _summary(config: Any) -> str:
-    return (inspect.getdoc(type(config)) or "").partition("\n")[0]
-
-
-def _fields(config: Any, recipes: dict[str, dict[str, Any]]) -> list[Field]:
+def _fields(config: Any, section: str, specs: dict[str, dict[str, Any]]) -> list[Field]:
+    """Return the fields of a section, with the values of those recipes that have all of their fields in it."""
     meanings, found = _meanings(type(config)), []
-    for field in dataclasses.fields(config):
-        is_choice = isinstance(config, TransformerConfig) and field.name in CHOICES
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    values = {
+        name: spec[section] for name, spec in specs.items() if section in spec and set(spec[section]) <= {*fields}
+    }
+    for name, field in fields.items():
         groups: dict[str, list[str]] = {}
-        for recipe, values in recipes.items():
-            if field.name in values:
-                groups.setdefault(_text(values[field.name]), []).append(recipe)
-        of_recipes = [f"{value} ({', '.join(names)})" if len(groups) > 1 else value for value, names in groups.items()]
-        kind = "name" if is_choice else _kind(field)
-        allowed = ", ".join(CHOICES[field.name]) if is_choice else _allowed(config, field)
-        default = "; ".join(of_recipes) or _text(field.default)
-        found.append(Field(field.name, kind, default, meanings[field.name], allowed))
+        for recipe in (recipe for recipe, of_recipe in values.items() if name in of_recipe):
+            groups.setdefault(_text(values[recipe][name]), []).append(recipe)
+        defaults = [f"{value} ({', '.join(names)})" if len(groups) > 1 else value for value, names in groups.items()]
+        if isinstance(config, TransformerConfig) and name in CHOICES:
+            kind, allowed = "name", ", ".join(CHOICES[name])
+        else:
+            kind = re.sub(r"tuple\[(\w+), \.\.\.\]", r"list of \1", inspect.formatannotation(field.type))
+            kind = kind.replace(" | ", " or ") + " or None" * (field.default is None and "None" not in kind)
+            allowed = _allowed(config, field)
+        found.append(Field(name, kind, "; ".join(defaults) or _text(field.default), meanings[name], allowed))
     return found
 
 
@@ -109,17 +102,6 @@ def _meanings(cls: type) -> dict[str, str]:
                 found[field[1]] = " ".join([*above, beside]).strip()
             above = []
     return found
-
-
-def _kind(field: dataclasses.Field) -> str:
-    """Return the type of a field as text: "int", "int or None", "list of int"."""
-    kind: Any = field.type
-    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    names = [
-        f"list of {typing.get_args(kind)[0].__name__}" if typing.get_args(kind) else kind.__name__ for kind in kinds
-    ]
-    names = [name for name in names if name != "NoneType"]
-    return " or ".join([*names, "None"] if len(kinds) > len(names) or field.default is None else names)
 
 
 def _allowed(config: Any, field: dataclasses.Field) -> str:

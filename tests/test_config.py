@@ -46,8 +46,8 @@ def test_all_mistakes_are_reported_at_once():
     spec["model"] |= {"widht": 3, "bias": {"name": "kerpel"}, "processor": {"name": "dape", "kernal_width": 3}}
     spec["model"] |= {"num_layers": True, "norm_epsilon": "small", "window": 1.5, "rotary": "rope", "dropout": math.nan}
     spec["model"] |= {"attention": {"name": "blockwise", "block_size": 2**63}}
-    spec["train"] |= {"num_steps": "x", "profile_steps": "ab", "seed": -(2**63)}
-    spec["evaluation"] |= {"lengths": ["a"], "last_tokens": 10**20}
+    spec["train"] |= {"num_steps": "x", "profile_steps": 3, "seed": -(2**63)}
+    spec["evaluation"] |= {"lengths": [8, "a"], "last_tokens": 10**20}
     spec["optimizer"] |= {"epsilon": math.inf}
     del spec["optimizer"]["beta1"]
     expected = {
@@ -66,8 +66,8 @@ def test_all_mistakes_are_reported_at_once():
         "train.seed = -9223372036854775808": "2**32",
         "evaluation.last_tokens = 100000000000000000000": "2**32",
         "optimizer.epsilon = inf": "finite",
-        "train.profile_steps = 'ab'": "list",
-        "evaluation.lengths = ['a']": "int",
+        "train.profile_steps = 3": "list",
+        "evaluation.lengths[1] = 'a'": "int",
         "optimizer.beta1": "missing",
     }
     found = messages_of(spec)

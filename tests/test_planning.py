@@ -282,7 +282,7 @@ def test_the_printed_command_trains_what_was_planned():
     spec, hardware = read_config("configs/paper.py:6.7b", [batch]), read_topology("v6e-64")
     run = planning.run_to_plan(spec)
     for plan in planning.plan_run(run, hardware, by_formula=True):
-        program, config, *flags = shlex.split(planning.train_command(spec, hardware, plan, given))
+        program, config, *flags = shlex.split(planning.train_command(spec, run, hardware, plan, given))
         trained = planning.run_to_plan(read_config(config.removeprefix("--config="), flags))
         assert (program, trained.train.batch_size, trained.data.path) == ("dape-train", 512, "stdlib")
         assert trained.model.remat == plan.remat

@@ -11,14 +11,12 @@ import functools
 import re
 import sys
 from pathlib import Path
-
-from absl import flags
+from typing import Any
 
 from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.errors import require
 from dape_jax.hardware import UTILISATION, read_topology
-from dape_jax.recipes import define_config_flag
 from dape_jax.storage import require_local
 
 
@@ -44,7 +42,7 @@ class Settings:
         require_local(self.output or "", "--output")
 
 
-def main(settings: Settings) -> None:
+def main(settings: Settings, spec: dict[str, Any]) -> None:
     """Plan the run and print the report."""
     import jax  # after the flags are checked: it takes seconds to import
 
@@ -56,13 +54,13 @@ def main(settings: Settings) -> None:
         make_results_directory(Path(settings.output), "--output")
     hardware = read_topology(settings.topology)
     jax.config.update("jax_platforms", "cpu")  # nothing runs on a device
-    run = run_to_plan(flags.FLAGS.config)
+    run = run_to_plan(spec)
     mesh = None if settings.mesh is None else read_mesh("--mesh", settings.mesh)
     plans = plan_run(run, hardware, mesh, by_formula=not settings.compile)
     given = flags_without(sys.argv[1:], [field.name for field in dataclasses.fields(Settings)])
     recipe = re.search(r"(\w+)\.py", " ".join(given))
     given.append(f"--workdir=runs/{recipe[1] if recipe else 'planned'}")
-    command = functools.partial(train_command, flags.FLAGS.config, hardware, given=given)
+    command = functools.partial(train_command, spec, run, hardware, given=given)
     print(to_markdown(run, hardware, plans, settings.utilisation, command), end="")
     if settings.output:
         save(Path(settings.output), run, hardware, plans, settings.utilisation)
@@ -70,8 +68,7 @@ def main(settings: Settings) -> None:
 
 def command() -> None:
     """Run the command line `dape-plan`."""
-    define_config_flag()
-    command_line.run(main, Settings)
+    command_line.run(main, Settings, config=True)
 
 
 if __name__ == "__main__":

@@ -381,18 +381,17 @@ def costs(run: RunConfig, hardware: Slice, plan: Plan, utilisation: float) -> di
     }
 
 
-def train_command(spec: dict[str, Any], hardware: Slice, plan: Plan, given: Sequence[str]) -> str:
+def train_command(spec: dict[str, Any], run: RunConfig, hardware: Slice, plan: Plan, given: Sequence[str]) -> str:
     """Return the command that trains as planned: `given` flags, and those for which the plan differs from the config.
 
-    If the config has no text, it is the standard library's, in place of a corpus.
+    If the config `spec` of the run has no text, it is the standard library's, in place of a corpus.
     """
     sizes = read_mesh("mesh", plan.mesh).sizes(hardware.num_chips)
-    mesh = MeshConfig(**spec["mesh"])
-    asked = dataclasses.astuple(mesh)
+    asked = dataclasses.astuple(run.mesh)
     with contextlib.suppress(InputError):
-        asked = mesh.sizes(hardware.num_chips)  # without -1
+        asked = run.mesh.sizes(hardware.num_chips)  # without -1
     added = {f"mesh.{axis}": size for axis, size, one in zip(AXES, sizes, asked, strict=True) if size != one}
-    added |= {} if spec["model"]["remat"] == plan.remat else {"model.remat": plan.remat}
+    added |= {} if run.model.remat == plan.remat else {"model.remat": plan.remat}
     added |= {} if has_text(spec) else {"data.path": STDLIB}
     own = [f"--config.{field}={value}" for field, value in added.items()]
     return " ".join(map(shlex.quote, ["dape-train", *given, *own]))
@@ -491,6 +490,6 @@ def print_attached(spec: dict[str, Any], arguments: Sequence[str]) -> None:
     run, hardware = RunConfig.from_dict(follow_corpus(spec)), attached()
     plans = plan_run(run, hardware, MeshConfig(*run.mesh.sizes(hardware.num_chips)))
     wait_for_all("planning")  # a process that ended while another compiles would end it
-    command = functools.partial(train_command, spec, hardware, given=flags_without(arguments, ["plan"]))
+    command = functools.partial(train_command, spec, run, hardware, given=flags_without(arguments, ["plan"]))
     if jax.process_index() == 0:
         print(to_markdown(run, hardware, plans, UTILISATION, command), end="")

@@ -7,13 +7,11 @@ In a clone, `python train.py` is the same program.
 
 import dataclasses
 import sys
-
-from absl import flags
+from typing import Any
 
 from dape_jax import command_line
 from dape_jax.command_line import COMPILATION_CACHE, flag, use_compilation_cache
 from dape_jax.errors import require
-from dape_jax.recipes import define_config_flag
 from dape_jax.storage import to_path
 
 
@@ -45,7 +43,7 @@ class Settings:
         require(bool(self.workdir), "--workdir", self.workdir, "must be a directory")
 
 
-def main(settings: Settings) -> None:
+def main(settings: Settings, spec: dict[str, Any]) -> None:
     """Join the other processes of the run, and train."""
     workdir = to_path(settings.workdir, "--workdir")
     use_compilation_cache(settings.compilation_cache)
@@ -56,12 +54,12 @@ def main(settings: Settings) -> None:
     if settings.plan:
         from dape_jax.planning.plan import print_attached  # only now: training needs nothing of it
 
-        print_attached(flags.FLAGS.config, sys.argv[1:])
+        print_attached(spec, sys.argv[1:])
         return
-    train(flags.FLAGS.config, workdir, settings.verify, settings.change)
+    train(spec, workdir, settings.verify, settings.change)
 
 
 def command() -> None:
     """Run the command line `dape-train`."""
-    define_config_flag()
-    command_line.run(main, Settings, interrupted="interrupted; the same command resumes from the newest checkpoint")
+    message = "interrupted; the same command resumes from the newest checkpoint"
+    command_line.run(main, Settings, config=True, interrupted=message)
