@@ -49,34 +49,39 @@ RESUMABLE = {"resumable": True}
 CHANGEABLE = {"changeable": True}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Settings of the training loop."""
 
-    seed: int  # of the parameters and of dropout
+    seed: int = 0  # of the parameters and of dropout
     train_length: int  # T, in tokens; for a task, the longest input in symbols
     # sequences per step, over all devices and accumulation parts
     batch_size: int = dataclasses.field(metadata=CHANGEABLE)
-    accumulation_steps: int = dataclasses.field(metadata=RESUMABLE)  # parts of a batch, computed one after the other
-    logits_chunk_tokens: int = dataclasses.field(metadata=RESUMABLE)  # tokens per device whose logits are in memory
+    # parts of a batch, computed one after the other
+    accumulation_steps: int = dataclasses.field(default=1, metadata=RESUMABLE)
+    # tokens per device whose logits are in memory
+    logits_chunk_tokens: int = dataclasses.field(default=2048, metadata=RESUMABLE)
     num_steps: int = dataclasses.field(metadata=CHANGEABLE)  # steps of the whole run
     # steps between validations; the last step is always validated
     eval_interval: int = dataclasses.field(metadata=RESUMABLE)
     validation_batches: int = dataclasses.field(metadata=RESUMABLE)  # batches per validation
     # steps between checkpoints; None: `eval_interval`; the last step is always saved
-    checkpoint_interval: int = dataclasses.field(default=FOLLOWS, metadata=RESUMABLE, kw_only=True)
+    checkpoint_interval: int = dataclasses.field(default=FOLLOWS, metadata=RESUMABLE)
     # seconds since the last checkpoint after which the next one is saved, whatever the interval; None: any number
-    checkpoint_seconds: float | None = dataclasses.field(default=None, metadata=RESUMABLE, kw_only=True)
-    max_to_keep: int = dataclasses.field(metadata=RESUMABLE)  # newest checkpoints to keep; the best one is kept as well
-    max_bad_steps: int = dataclasses.field(metadata=RESUMABLE)  # consecutive non-finite steps to skip before aborting
-    wandb: str | None = dataclasses.field(metadata=RESUMABLE)  # project in Weights & Biases, or None
+    checkpoint_seconds: float | None = dataclasses.field(default=None, metadata=RESUMABLE)
+    # newest checkpoints to keep; the best one is kept as well
+    max_to_keep: int = dataclasses.field(default=2, metadata=RESUMABLE)
+    # consecutive non-finite steps to skip before aborting
+    max_bad_steps: int = dataclasses.field(default=0, metadata=RESUMABLE)
+    wandb: str | None = dataclasses.field(default=None, metadata=RESUMABLE)  # project in Weights & Biases, or None
     # account or team in Weights & Biases; None: that of WANDB_ENTITY, or the default
-    wandb_entity: str | None = dataclasses.field(default=None, metadata=RESUMABLE, kw_only=True)
+    wandb_entity: str | None = dataclasses.field(default=None, metadata=RESUMABLE)
     # group of the run in Weights & Biases; None: that of WANDB_RUN_GROUP, or none
-    wandb_group: str | None = dataclasses.field(default=None, metadata=RESUMABLE, kw_only=True)
+    wandb_group: str | None = dataclasses.field(default=None, metadata=RESUMABLE)
     # comma-separated tags of the run in Weights & Biases; None: those of WANDB_TAGS, or none
-    wandb_tags: str | None = dataclasses.field(default=None, metadata=RESUMABLE, kw_only=True)
-    profile_steps: tuple[int, ...] = dataclasses.field(metadata=RESUMABLE)  # first and last step of a trace, or ()
+    wandb_tags: str | None = dataclasses.field(default=None, metadata=RESUMABLE)
+    # first and last step of a trace, or ()
+    profile_steps: tuple[int, ...] = dataclasses.field(default=(), metadata=RESUMABLE)
 
     def __post_init__(self):
         if self.checkpoint_interval is None:
@@ -98,8 +103,9 @@ class TrainConfig:
 class InitConfig:
     """Initial parameters of a run, and the parameters that it trains."""
 
-    source: str | None  # workdir or workdir@step of the run whose parameters are used; None: random parameters
-    train_only: str | None  # comma-separated members of PARAMETER_KINDS; other parameters are frozen; None: train all
+    source: str | None = None  # workdir or workdir@step of the run whose parameters are used; None: random parameters
+    # comma-separated members of PARAMETER_KINDS; other parameters are frozen; None: train all
+    train_only: str | None = None
     optimizer: bool = False  # start with the source's moments, too; the schedule starts from the beginning
     data: str = "start"  # "start" of the order of the data, or "continue" where the source is
 

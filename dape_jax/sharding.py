@@ -43,10 +43,10 @@ ACTIVATION_AXES = BOTH_AXES | {"B": BATCH_AXES, "T": "context"}
 class MeshConfig:
     """Sizes of the mesh axes; one of them may be -1, for all remaining devices."""
 
-    data: int  # copies of the parameters; a multiple of the number of slices
-    fsdp: int  # shards of the parameters
-    context: int  # parts of each sequence
-    tensor: int  # parts of heads, feed-forward width and vocabulary
+    data: int = 1  # copies of the parameters; a multiple of the number of slices
+    fsdp: int = -1  # shards of the parameters
+    context: int = 1  # parts of each sequence
+    tensor: int = 1  # parts of heads, feed-forward width and vocabulary
 
     def __post_init__(self):
         for axis, size in vars(self).items():

@@ -49,7 +49,7 @@ def test_all_mistakes_are_reported_at_once():
     spec["train"] |= {"num_steps": "x", "profile_steps": 3, "seed": -(2**63)}
     spec["evaluation"] |= {"lengths": [8, "a"], "last_tokens": 10**20}
     spec["optimizer"] |= {"epsilon": math.inf}
-    del spec["optimizer"]["beta1"]
+    del spec["optimizer"]["learning_rate"]
     expected = {
         "trian = {}": "train?",
         "mesh = 3": "section",
@@ -68,7 +68,7 @@ def test_all_mistakes_are_reported_at_once():
         "optimizer.epsilon = inf": "finite",
         "train.profile_steps = 3": "list",
         "evaluation.lengths[1] = 'a'": "int",
-        "optimizer.beta1": "missing",
+        "optimizer.learning_rate": "missing",
     }
     found = messages_of(spec)
     assert len(found) == len(expected), found

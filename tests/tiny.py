@@ -22,7 +22,7 @@ SPEC = common.make(
     model={"num_layers": 2, "width": 16, "num_heads": 2, "vocab_size": 257, "vocab_multiple": 1, "dtype": "float32"}
     | {"rotary": {"name": "none"}, "bias": {"name": "kerple"}, "attention": {"name": "dense"}}
     | {"processor": {"name": "dape", "kernel_width": 3, "channels": 4, "edge": "prefix"}},
-    data=common.text(path="", tokenizer="bytes", cache_dir="", validation_fraction=0.3),
+    data={"path": "", "tokenizer": "bytes", "cache_dir": "", "validation_fraction": 0.3},
     optimizer={"learning_rate": 1e-2, "warmup_fraction": 0.1},
     train={"train_length": 16, "batch_size": 8, "num_steps": 6, "eval_interval": 2, "checkpoint_interval": 2}
     | {"validation_batches": 2},

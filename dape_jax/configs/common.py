@@ -18,62 +18,44 @@ from ml_collections import ConfigDict
 from dape_jax.config import InitConfig, TrainConfig, choose
 from dape_jax.data.store import DataConfig
 from dape_jax.errors import InputError, require
+from dape_jax.evaluation.config import AccuracyConfig, EvaluationConfig
 from dape_jax.model.transformer import TransformerConfig
+from dape_jax.sharding import MeshConfig
+from dape_jax.tasks.tapes import TaskConfig
 from dape_jax.training.optimizer import OptimizerConfig
 
 METHOD = {"rotary": "none", "bias": "nope", "processor": "none", "kernel": 3, "channels": 32, "fire": "auto", "seed": 0}
-MESH = dict(data=1, fsdp=-1, context=1, tensor=1)  # parameters and batch are sharded over all devices
 Fields = dict[str, Any]
 
 
 def make(
     *, model: Fields, data: Fields, optimizer: Fields, train: Fields, evaluation: Fields, seed: int = 0
 ) -> ConfigDict:
-    """Return a complete config: fields that are not given have shared values, or the defaults of their dataclasses.
+    """Return a complete config: fields that are not given have the defaults of their dataclasses.
 
     `seed` is that of model and data.
     """
-    # The paper's Adam and cosine schedule.
-    adam = dict(warmup_fraction=0.01, final_fraction=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8)
-    adam |= dict(weight_decay=0.1, clip_norm=1.0)
-    shared_train = dict(seed=seed, accumulation_steps=1, logits_chunk_tokens=2048, max_to_keep=2)
-    shared_train |= dict(max_bad_steps=0, wandb=None, profile_steps=())
+    of_data, of_evaluation = (TaskConfig, AccuracyConfig) if "task" in data else (DataConfig, EvaluationConfig)
     config = dict(
         # The vocabulary is the corpus's, padded as the mesh needs it.
-        model=defaults(TransformerConfig) | dict(vocab_size=None, vocab_multiple=None) | model,
-        data=dict(seed=seed) | data,
-        optimizer=defaults(OptimizerConfig) | adam | optimizer,
-        train=defaults(TrainConfig) | shared_train | train,
-        mesh=MESH,
-        init=defaults(InitConfig) | dict(source=None, train_only=None),  # random parameters, all trained
-        evaluation=evaluation,
+        model=_defaults(TransformerConfig) | dict(vocab_size=None, vocab_multiple=None) | model,
+        data=_defaults(of_data) | dict(seed=seed) | data,
+        optimizer=_defaults(OptimizerConfig) | optimizer,
+        train=_defaults(TrainConfig) | dict(seed=seed) | train,
+        mesh=_defaults(MeshConfig),  # parameters and batch are sharded over all devices
+        init=_defaults(InitConfig),  # random parameters, all trained
+        evaluation=_defaults(of_evaluation) | evaluation,
     )
     return ConfigDict(config)
 
 
-def defaults(config: type) -> Fields:
+def _defaults(config: type) -> Fields:
     """Return the fields of a config dataclass that have a default, except those that are chosen by name."""
     return {
         field.name: field.default
         for field in dataclasses.fields(config)
         if field.default is not dataclasses.MISSING and not dataclasses.is_dataclass(field.default)
     }
-
-
-def text(**fields: Any) -> Fields:
-    """Return the `data` section of a language model: bytes of the standard library's source."""
-    shared = dict(
-        path="stdlib",
-        tokenizer=None,  # None: the prepared corpus's, or bytes for raw text
-        cache_dir="data",
-        validation_fraction=0.05,
-    )
-    return defaults(DataConfig) | shared | fields
-
-
-def perplexity(**fields: Any) -> Fields:
-    """Return the `evaluation` section of a language model, without `lengths` and `max_windows`."""
-    return dict(last_tokens=64, batch_tokens=8192, blockwise_from=512, block_size=32) | fields
 
 
 def parse_argument(argument: str | None, **defaults: Any) -> Fields:

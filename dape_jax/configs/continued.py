@@ -28,6 +28,7 @@ from ml_collections import ConfigDict
 from dape_jax.config import InitConfig, read_run, resolved
 from dape_jax.configs import common
 from dape_jax.errors import require
+from dape_jax.sharding import MeshConfig
 from dape_jax.storage import to_path
 from dape_jax.training.checkpoint import read_config
 
@@ -38,7 +39,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     choice = common.parse_argument(argument, source="", **common.METHOD | dict.fromkeys(method, "") | {"seed": -1})
     source, given = choice["source"], [field for field in method if choice[field]]
     require(bool(source), "config argument", argument, "must contain source=WORKDIR")
-    saved = read_config(to_path(InitConfig(source, None).source_and_step[0], "source"))
+    saved = read_config(to_path(InitConfig(source).source_and_step[0], "source"))
     allowed = "must be a directory written by dape-train"
     require(saved is not None, "config argument", f"source={source}", allowed)
     run = read_run((saved or {})["config"])
@@ -58,4 +59,4 @@ def get_config(argument: str | None = None) -> ConfigDict:
             spec[section]["seed"] = choice["seed"]
     if "rotary" in given:  # of all layers, or in place of learned positions
         spec["model"] |= {"alternate_rotary": None, "learned_positions": None}
-    return ConfigDict(spec | {"mesh": common.MESH, "init": dataclasses.asdict(InitConfig(source, None))})
+    return ConfigDict(spec | {"mesh": dataclasses.asdict(MeshConfig()), "init": dataclasses.asdict(InitConfig(source))})

@@ -54,7 +54,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
             attention=choose("attention", "auto"),
             remat="full",
         ),
-        data=common.text(path="", validation_fraction=0.01),  # no default: --config.data.path is required
+        data=dict(path="", validation_fraction=0.01),  # no default: --config.data.path is required
         optimizer=dict(learning_rate=LEARNING_RATES[size]),
         train=dict(
             train_length=train_length,
@@ -63,7 +63,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
             eval_interval=500,
             validation_batches=8,
         ),
-        evaluation=common.perplexity(
+        evaluation=dict(
             lengths=tuple(2**n for n in range(7, 14) if 2**n >= train_length),
             last_tokens=256,
             max_windows=512,

@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 
 from dape_jax.config import choose
 from dape_jax.configs import common
+from dape_jax.data.store import STDLIB
 from dape_jax.model.transformer import GPT_NEOX
 
 
@@ -34,8 +35,8 @@ def get_config(argument: str | None = None) -> ConfigDict:
             # Faster than dense even at a length of 64.
             attention=choose("attention", "blockwise", block_size=32, num_buckets=2),
         ),
-        data=common.text(),
+        data=dict(path=STDLIB),
         optimizer=dict(learning_rate=2e-3),
         train=dict(train_length=64, batch_size=16, num_steps=1000, eval_interval=250, validation_batches=20),
-        evaluation=common.perplexity(lengths=(64, 128, 256, 512, 1024, 2048), max_windows=128),
+        evaluation=dict(lengths=(64, 128, 256, 512, 1024, 2048), max_windows=128),
     )

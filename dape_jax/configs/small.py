@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 
 from dape_jax.config import choose
 from dape_jax.configs import common
+from dape_jax.data.store import STDLIB
 from dape_jax.model.transformer import GPT_NEOX
 
 SIZES = {
@@ -44,7 +45,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
             **common.choose_method(choice, train_length, length_scale=0.25),
             attention=choose("attention", "blockwise", block_size=block_size, num_buckets=2),
         ),
-        data=common.text(),
+        data=dict(path=STDLIB),
         optimizer=dict(learning_rate=LEARNING_RATES[size], warmup_fraction=0.02),
         train=dict(
             train_length=train_length,
@@ -54,7 +55,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
             validation_batches=16,
             max_to_keep=1,
         ),
-        evaluation=common.perplexity(
+        evaluation=dict(
             lengths=tuple(2**n for n in range(5, 12) if 2**n >= train_length),
             max_windows=128,
             batch_tokens=2048,  # for the same reason

@@ -62,11 +62,12 @@ class DataConfig:
     # model, whose training text is unknown.
     # It may change on resume, because a digest identifies the data.
     path: str | None = dataclasses.field(metadata={"resumable": True})
-    tokenizer: str | None  # "bytes", or the path or name of a tokenizer.json; None for the prepared corpus's
+    # "bytes", or the path or name of a tokenizer.json; None for the prepared corpus's, or bytes for raw text
+    tokenizer: str | None = None
     # directory for corpora prepared from raw text, and for copies of corpora in buckets
-    cache_dir: str = dataclasses.field(metadata={"resumable": True})
-    validation_fraction: float  # share of raw text's documents for validation; with 0 or 1, one split is empty
-    seed: int  # seed of the order of the training windows
+    cache_dir: str = dataclasses.field(default="data", metadata={"resumable": True})
+    validation_fraction: float = 0.05  # share of raw text's documents for validation; with 0 or 1, one split is empty
+    seed: int = 0  # seed of the order of the training windows
     # "stream": windows of the concatenated documents, as in the paper; "documents": packed documents that do not see
     # each other, with positions that restart (`batches.PackedDocuments`)
     packing: str = "stream"

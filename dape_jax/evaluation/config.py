@@ -8,16 +8,16 @@ import dataclasses
 from dape_jax.errors import positive, require
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     """Settings of perplexity by length; see `perplexity.py`."""
 
     lengths: tuple[int, ...]  # sequence lengths N in tokens, increasing
-    last_tokens: int  # scored tokens at the end of a sequence; all tokens of a shorter one
+    last_tokens: int = 64  # scored tokens at the end of a sequence; all tokens of a shorter one
     max_windows: int  # maximum number of scored windows; see `choose_windows`
-    batch_tokens: int  # a batch has as many sequences as fit, and at least one for each device
-    blockwise_from: int  # length from which attention is fused or blockwise, so that memory is linear in length
-    block_size: int  # rows of a block of blockwise attention
+    batch_tokens: int = 8192  # a batch has as many sequences as fit, and at least one for each device
+    blockwise_from: int = 512  # length from which attention is fused or blockwise, so that memory is linear in length
+    block_size: int = 32  # rows of a block of blockwise attention
 
     def __post_init__(self):
         _check_lengths(self.lengths)

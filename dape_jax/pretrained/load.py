@@ -124,10 +124,10 @@ def run_spec(
     none = {"bias": {"name": "nope"}, "processor": {"name": "none"}}
     return common.make(
         model=none | model | {"attention": {"name": "auto"}, "vocab_multiple": 1},
-        data=common.text(path=None, tokenizer=name),
+        data={"path": None, "tokenizer": name},
         optimizer={"learning_rate": 1e-4, "warmup_fraction": 0.05},
         train={"train_length": train_length, "batch_size": 32, **steps},
-        evaluation=common.perplexity(lengths=tuple(train_length * factor for factor in factors), **windows),
+        evaluation={"lengths": tuple(train_length * factor for factor in factors), **windows},
     ).to_dict()
 
 

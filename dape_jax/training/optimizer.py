@@ -16,16 +16,16 @@ RATE_FIELDS = ("learning_rate", "warmup_fraction", "final_fraction", "schedule",
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """Settings of AdamW and its schedule."""
+    """Settings of AdamW and its schedule. The defaults are the paper's."""
 
     learning_rate: float  # peak learning rate
-    warmup_fraction: float  # fraction of all steps in which the rate rises linearly from 0
-    final_fraction: float  # last learning rate as a fraction of the peak; 1: constant after the warm-up
-    beta1: float  # decay rate of the first moment
-    beta2: float  # decay rate of the second moment
-    epsilon: float  # constant added to the root of the second moment
-    weight_decay: float  # decay, multiplied by the learning rate; see `is_decayed` for exempt parameters
-    clip_norm: float  # global norm to which larger gradients are scaled down
+    warmup_fraction: float = 0.01  # fraction of all steps in which the rate rises linearly from 0
+    final_fraction: float = 0.1  # last learning rate as a fraction of the peak; 1: constant after the warm-up
+    beta1: float = 0.9  # decay rate of the first moment
+    beta2: float = 0.95  # decay rate of the second moment
+    epsilon: float = 1e-8  # constant added to the root of the second moment
+    weight_decay: float = 0.1  # decay, multiplied by the learning rate; see `is_decayed` for exempt parameters
+    clip_norm: float = 1.0  # global norm to which larger gradients are scaled down
     # after the warm-up: "cosine", as in the paper, or "wsd": constant, then linear in the last `decay_steps`
     schedule: str = "cosine"
     warmup_steps: int | None = None  # None: `warmup_fraction` of all steps
