@@ -73,8 +73,8 @@ def run(
         return remaining
 
     def call(arguments: list[str]) -> None:
-        given = flags.FLAGS
-        spec = [recipes.read_config(given["config"].value, fields, given["import"].value)] if config else []
+        given = flags.FLAGS.flag_values_dict()
+        spec = [recipes.read_config(given["config"], fields, given["import"])] if config else []
         main(*map(from_flags, settings[:1]), *spec, *arguments[1:])
 
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -166,11 +166,11 @@ def _parse(arguments: list[str]) -> list[str]:
 COMPILATION_CACHE = "Directory, local or gs://, for compiled programs; by default $JAX_COMPILATION_CACHE_DIR."
 
 
-def use_compilation_cache(directory: str | None) -> None:
-    """Set the directory of JAX's compilation cache, unless the flag is unset; create it if missing.
+def use_compilation_cache(directory: str | None = None) -> None:
+    """Create the directory of JAX's compilation cache, that of the flag or else of JAX's variable, if it is missing.
 
     Raises:
-        InputError: the directory, or that of JAX's environment variable, cannot be created or read.
+        InputError: the directory cannot be created or read. (JAX would warn at every program that it compiles.)
     """
     field = "JAX_COMPILATION_CACHE_DIR" if directory is None else "--compilation_cache"
     directory = os.environ.get(field) if directory is None else directory

@@ -372,15 +372,16 @@ def _value(value: Any, kind: Any, path: str) -> Any:
     if others == [...]:
         require(isinstance(value, list | tuple), path, value, f"must be a list of values of type {kind.__name__}")
         return tuple(_value(each, kind, f"{path}[{i}]") for i, each in enumerate(value))
-    if value is None and others:
+    allowed = f"must be of type {kind.__name__}"
+    if value is None:
+        require(bool(others), path, value, allowed)
         return None
     is_right = isinstance(value, (int, float) if kind is float else kind)
-    allowed = f"must be of type {kind.__name__}"
     require(is_right and (kind is bool or not isinstance(value, bool)), path, value, allowed)
     if kind in (int, float):
         is_small = abs(value) < 2**32 if isinstance(value, int) else math.isfinite(value)
         require(is_small, path, value, "must be finite" if isinstance(value, float) else "must be below 2**32 in size")
-    return float(value) if kind is float else value
+    return kind(value) if kind is float else value
 
 
 def _marked_fields(cls: type, mark: str, prefix: str = "") -> Iterator[str]:

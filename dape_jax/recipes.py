@@ -84,7 +84,7 @@ def read_config(name: str, arguments: Sequence[str] = (), imports: Sequence[str]
     return config.to_dict()
 
 
-def _set(config: ConfigDict, argument: str) -> None:
+def _set(config: Any, argument: str) -> None:
     """Set a field by a flag `--config.SECTION.FIELD=VALUE`, whose value has the type of the field, or is None."""
     from flax.traverse_util import flatten_dict  # after the flags are parsed: it imports JAX
 

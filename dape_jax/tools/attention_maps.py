@@ -6,7 +6,7 @@ dape-attention-maps --workdir=runs/a --length=512
 import dataclasses
 
 from dape_jax import command_line
-from dape_jax.command_line import flag
+from dape_jax.command_line import flag, use_compilation_cache
 from dape_jax.evaluation.options import STEP_HELP
 from dape_jax.storage import to_path
 
@@ -28,7 +28,7 @@ def main(given: Flags) -> None:
     """Draw the maps."""
     text = to_path(given.text, "--text") if given.text else None
     output = to_path(given.output, "--output") if given.output else None
-
+    use_compilation_cache()
     from dape_jax.tools.maps import attention_maps  # after the flags are checked: JAX takes seconds to import
 
     page = attention_maps(

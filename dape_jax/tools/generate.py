@@ -8,10 +8,10 @@ import dataclasses
 import os
 
 from dape_jax import command_line
-from dape_jax.command_line import flag
-from dape_jax.errors import InputError, require
+from dape_jax.command_line import flag, use_compilation_cache
+from dape_jax.errors import require
 from dape_jax.evaluation.options import STEP_HELP
-from dape_jax.storage import to_path
+from dape_jax.storage import read_errors, to_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +43,10 @@ def main(given: Flags) -> None:
     """Complete the prompts."""
     prompts = [os.fsencode(prompt) for prompt in given.prompt]
     if given.prompt_file is not None:
-        try:
+        with read_errors("--prompt_file", given.prompt_file):
             prompts.append(to_path(given.prompt_file, "--prompt_file").read_bytes())
-        except OSError as error:
-            raise InputError(f"--prompt_file = {given.prompt_file!r}: cannot be read: {error}") from error
 
+    use_compilation_cache()
     from dape_jax.tools.completion import Sampling, complete  # after the flags are checked: JAX takes seconds to import
 
     complete(
