@@ -19,10 +19,6 @@ Output: a table on the terminal, and OUTPUT/PLATFORM.json. The columns:
     direction     forward, or backward: forward and the gradients of q, k, v, bias and convolutions in one program
     min ms        minimum time of a call over `--repeats` samples (see `measure.py`); the JSON has all of them
     peak MiB      memory of a call; see `measure.py`
-    GFLOP/s       FLOPs of `Layer.work` / minimum time: those that the layer needs, for every implementation
-    roofline      minimum time of `Layer.work` on the chip / measured time; for bfloat16, on the chips of `hardware.py`
-    GB            memory traffic of one run of the compiled program, with trip counts of loops. A Pallas kernel reports
-                  its own traffic, or counts as its operands and results. Not for PyTorch
     compile s     seconds of compilation
     error         largest error of out and the gradients, |x - reference| / |reference| as vectors. The reference is
                   dense in float32 at full precision for the same inputs; for the listing with the listing's edge
@@ -64,13 +60,12 @@ from benchmarks.measure import (
     failure,
     resident_bytes_of_call,
     seconds_in_turns,
-    table,
     write,
 )
 from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.errors import require
-from dape_jax.hardware import MIB, chip_of
+from dape_jax.hardware import MIB
 from dape_jax.model.attention import IMPLEMENTATIONS, Auto, Implementation
 from dape_jax.model.processors import DapeConfig, PlainConfig
 from dape_jax.model.transformer import SIZES
@@ -136,22 +131,13 @@ def plain_attention(*qkv: jax.Array, **_: None) -> jax.Array:
     return jax.nn.dot_product_attention(*qkv, is_causal=True, implementation=library)
 
 
-def roofline_seconds(layer: Layer, direction: str) -> float | None:
-    """Return the minimum time of `Layer.work` on this chip, or None if its peak is unknown for the dtype."""
-    chip = chip_of(jax.devices()[0].device_kind)
-    if chip is None or layer.dtype != "bfloat16":
-        return None
-    flops, num_bytes = layer.work(direction)
-    return max(flops / chip.peak_flops, num_bytes / chip.hbm_bytes_per_second)
-
-
 def prepare(layer: Layer, direction: str, name: str) -> tuple[Call, Row]:
     """Return the call to time, and its figures without times."""
     on_cpu = device_platform() == "cpu"
     if name in listing.NAMES:
         call, compile_s = listing.torch_function(name, *layer.modules(), layer.arrays(), direction)
         found = listing.as_numpy(call.start())
-        figures: Row = {"compile_s": compile_s, "compiled_gbyte": None}
+        figures: Row = {"compile_s": compile_s}
         peak = resident_bytes_of_call(call) if on_cpu else listing.bytes_of_call(call)
         peak_mib = None if peak is None else peak / MIB
     else:
@@ -183,26 +169,12 @@ def measure_case(settings: Settings, model: str, length: int, direction: str, na
         if name in listing.NAMES:
             listing.empty_cache()
     for name, seconds in seconds_in_turns(calls, settings.repeats, bar).items():
-        (flops, _), least = layers[name].work(direction), roofline_seconds(layers[name], direction)
         rows[name] |= {
             "min_ms": 1e3 * min(seconds),
             "median_ms": 1e3 * float(np.median(seconds)),
             "all_ms": tuple(1e3 * each for each in seconds),
-            "gflop_per_s": flops / min(seconds) / 1e9,
-            "roofline": None if least is None else least / min(seconds),
         }
     return list(rows.values())
-
-
-def cells(rows: list[Row]) -> list[list[str]]:
-    """Return the rows of the table, header first."""
-    return table(
-        rows,
-        {"model": "model", "length": "length", "direction": "direction", "": "name"},
-        {"min ms": ("min_ms", ".2f"), "peak MiB": ("peak_mib", ".1f"), "GFLOP/s": ("gflop_per_s", ".1f")}
-        | {"roofline": ("roofline", ".1%"), "GB": ("compiled_gbyte", ".2f"), "compile s": ("compile_s", ".1f")}
-        | {"error": (lambda row: max(row["errors"].values(), default=None), ".0e")},
-    )
 
 
 def run(settings: Settings) -> None:
@@ -230,7 +202,10 @@ def run(settings: Settings) -> None:
         import torch  # pyright: ignore[reportMissingImports]
 
         content["torch"] = torch.__version__
-    write(platform, settings, rows, caption, cells(rows), **content)
+    labels = {"model": "model", "length": "length", "direction": "direction", "": "name"}
+    figures = {"min ms": ("min_ms", ".2f"), "peak MiB": ("peak_mib", ".1f"), "compile s": ("compile_s", ".1f")}
+    figures |= {"error": (lambda row: max(row["errors"].values(), default=None), ".0e")}
+    write(platform, settings, caption, rows, labels, figures, **content)
     if wrong := [f"{title(row)}: {row['errors']}" for row in rows if not is_right(row["errors"], settings.dtype)]:
         raise AssertionError("errors exceed the tolerance for rounding:\n" + "\n".join(wrong))
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.measure import Row, check_names, table, write
+from benchmarks.measure import Row, check_names, write
 from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.errors import InputError
@@ -130,7 +130,7 @@ def main(settings: Settings) -> None:
     figures = {"registers": ("registers", ""), "stored": ("spilled_stores", ","), "loaded": ("spilled_loads", ",")}
     figures |= {"shared KiB": ("shared_kib", ".1f"), "clocks a pair": ("clocks", ".2f")}
     caption = "The CUDA kernels, bfloat16, compiled by NVRTC."
-    write("cuda_compiled", settings, rows, caption, table(rows, labels | {"tile": "tile"}, figures))
+    write("cuda_compiled", settings, caption, rows, labels | {"tile": "tile"}, figures)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ mean of queued calls (`measure.py`).
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -42,7 +42,7 @@ from tqdm import tqdm
 from benchmarks import listing
 from benchmarks.attention import variant_of
 from benchmarks.layer import DIRECTIONS, PLAIN, Layer, as_numpy, compile_layer, errors_of, is_right, plain
-from benchmarks.measure import Call, failure, seconds_in_turns, seconds_of
+from benchmarks.measure import Call, check_names, failure, seconds_in_turns, seconds_of
 from benchmarks.step import Step, read_config
 from dape_jax import command_line
 from dape_jax.command_line import flag
@@ -275,18 +275,6 @@ def start_part(part: str, settings: "Settings") -> str:
             return f"killed after {limit_s} s"
 
 
-def describe() -> str:
-    """Describe the hardware and software of the machine."""
-    parts = [f"{platform.platform()}; Python {platform.python_version()}; {os.cpu_count()} cores"]
-    for command in (["nvidia-smi"], [sys.executable, "-m", "pip", "list", "--format=freeze"]):
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-            parts.append(f"$ {' '.join(command)}\n{done.stdout}{done.stderr[-500:]}")
-        except (OSError, subprocess.TimeoutExpired) as error:
-            parts.append(f"$ {' '.join(command)}\n{error}")
-    return "\n".join(parts) + "\n"
-
-
 # ---- summary
 
 
@@ -328,8 +316,7 @@ class Settings:
     inside: bool = flag(False, "Run a part in this process; used by the command itself.")
 
     def __post_init__(self):
-        unknown = [part for part in self.parts if part not in PARTS]
-        require(not unknown, "--parts", self.parts, f"must be some of {list(PARTS)}")
+        check_names("parts", self.parts, PARTS)
 
 
 def main(settings: Settings) -> None:
@@ -346,7 +333,11 @@ def main(settings: Settings) -> None:
     )
     output.mkdir(parents=True, exist_ok=True)
     with (output / "log.txt").open("a") as log:
-        log.write(f"{json.dumps(provenance())}\n{describe()}")
+        log.write(f"{json.dumps(provenance())}\n")
+        log.flush()
+        for command in (["nvidia-smi"], [sys.executable, "-m", "pip", "list", "--format=freeze"]):
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(command, stdout=log, stderr=log, timeout=30)
     try:
         for part in settings.parts:
             print(f"{part}: {start_part(part, settings)}", flush=True)

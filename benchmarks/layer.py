@@ -1,4 +1,4 @@
-"""One attention layer, q, k, v -> out, without projections: its function, its work, and the errors of its results.
+"""One attention layer, q, k, v -> out, without projections: its function, and the errors of its results.
 
 In: sizes, bias and processor. Out: a function to time or to compile. Next: `attention.py`, `gpu.py`, `tpu.py`.
 """
@@ -20,7 +20,6 @@ from dape_jax.config import CHOICES
 from dape_jax.errors import is_out_of_memory
 from dape_jax.hardware import MIB
 from dape_jax.model.attention import Implementation, attend
-from dape_jax.model.biases import NopeConfig
 from dape_jax.model.processors import DapeConfig, PlainConfig
 from dape_jax.model.transformer import SIZES
 
@@ -86,21 +85,6 @@ class Layer:
 
         return run, params
 
-    def work(self, direction: str) -> tuple[float, float]:
-        """Return the FLOPs and bytes that the layer needs, for P = T (T + 1) / 2 causal pairs.
-
-            2 P [ B (2 H K + W H C + W C H) + W H C ]       Q K^T and P V; Conv1 of the scores, Conv2; Conv1 of the bias
-
-        The bias has no batch dim, so its half of Conv1 is counted once. Gradients cost two products for each product;
-        recomputation is not counted. Bytes: q, k, v are read and out is written once; in the backward pass also their
-        gradients and the cotangent. Plain attention has no convolutions.
-        """
-        pair = self.processor.pair_flops(self.heads, has_bias=BIASES[self.bias] is not NopeConfig)
-        flops_of_pair = self.batch * (4 * self.heads * self.head_dim + pair.of_scores) + pair.of_bias
-        flops = self.length * (self.length + 1) / 2 * flops_of_pair
-        size = self.batch * self.length * self.heads * self.head_dim * jnp.dtype(self.dtype).itemsize
-        return (3 * flops, 8 * size) if direction == "backward" else (flops, 4 * size)
-
 
 def layer_of(model: str, **fields: Any) -> Layer:
     """Return a layer with the heads of one of the paper's models."""
@@ -125,7 +109,6 @@ def compile_layer(layer: Layer, direction: str, implementation: Any) -> tuple[Ca
         "compile_s": program.compile_s,
         "temporary_mib": program.memory.temp_size_in_bytes / MIB,
         "result_mib": program.result_bytes / MIB,
-        "compiled_gbyte": program.work.hbm_bytes / 1e9,
     }
 
 

@@ -149,9 +149,9 @@ def table(
     return lines
 
 
-def write(stem: str, settings: Any, rows: list[Row], caption: str, cells: list[list[str]], **content: Any) -> None:
-    """Print the table, and write it and the rows to `settings.output`/STEM.json."""
+def write(stem: str, settings: Any, caption: str, rows: list[Row], labels: Any, figures: Any, **content: Any) -> None:
+    """Print the `table` of the rows, and write the rows to `settings.output`/STEM.json."""
     directory = Path(settings.output)
     content = {"settings": dataclasses.asdict(settings), **content, "rows": rows}
-    report.save(stem, directory, content, report.Table(caption, cells))
+    report.save(stem, directory, content, report.Table(caption, table(rows, labels, figures)))
     print(f"\nresults: {directory}")

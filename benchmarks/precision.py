@@ -4,8 +4,8 @@
 
 The row is the last of `length` rows. Its query and the keys are drawn from a normal distribution, and the parameters
 are newly initialised. An error is the largest among the scores within 20 nats of the row's maximum: others have no
-weight in the softmax. The table and OUTPUT/precision.json have three errors in nats; those that are not finite are NaN
-in the table and null in the JSON:
+weight in the softmax. The table and OUTPUT/precision.json have three errors in nats; those that are not finite are a
+dash in the table and null in the JSON:
 
     as written   Conv2(LeakyReLU(Conv1([A; B]))), hidden features rounded to the dtype
     dape         `processors.dape`, centred on the features of the bias B (docs/kernel.md)
@@ -25,7 +25,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 from tqdm import tqdm
 
-from benchmarks.measure import Row, check_names, check_positive, table, write
+from benchmarks.measure import check_names, check_positive, write
 from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.model.attention import score
@@ -129,16 +129,6 @@ def measure(bias: str, dtype: str, length: int, config: DapeConfig) -> dict[str,
     return {"bias": bias, "dtype": dtype, "length": length, **known}
 
 
-def cells(rows: list[Row]) -> list[list[str]]:
-    """Return the rows of the table, header first."""
-
-    def nats(field: str) -> Any:
-        return lambda row: np.nan if row[field] is None else row[field], ".2g"
-
-    figures = {name: nats(name.replace(" ", "_")) for name in ("as written", "dape", "float32")}
-    return table(rows, {"bias": "bias", "dtype": "dtype", "length": "length"}, figures)
-
-
 def main(settings: Settings) -> None:
     """Measure every combination and write the report."""
     make_results_directory(Path(settings.output))
@@ -149,7 +139,9 @@ def main(settings: Settings) -> None:
         f"Largest errors in nats of the last row's scores within {NEAR_NATS:.0f} nats of its maximum, "
         f"DAPE1x{config.kernel_width}, {config.channels} channels, new parameters."
     )
-    write("precision", settings, rows, caption, cells(rows))
+    labels = {"bias": "bias", "dtype": "dtype", "length": "length"}
+    figures = {"as written": ("as_written", ".2g"), "dape": ("dape", ".2g"), "float32": ("float32", ".2g")}
+    write("precision", settings, caption, rows, labels, figures)
 
 
 if __name__ == "__main__":

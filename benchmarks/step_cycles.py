@@ -4,7 +4,8 @@
     python -m benchmarks.step_cycles --topologies=v5e:1x1,v5p:2x2x1 --models=125m,350m --lengths=512,2048,8192
 
 For the methods of the paper's table 7, the train step is compiled ahead of time, data-parallel over the chips of a
-slice, with `--tokens` tokens in the batch of a chip, and its cycles are summed, with trip counts of loops:
+slice, with 16,384 tokens in the batch of a chip and rematerialised layers, and its cycles are summed, with trip counts
+of loops:
 
     kernels     bundles of instructions of one layer's kernels, one per cycle (`benchmarks.tpu`)
     matmuls     the compiler's estimate for other operations with a matmul, and what is fused with it
@@ -27,7 +28,7 @@ from tqdm import tqdm
 from benchmarks import tpu
 from benchmarks.hlo import compile_program
 from benchmarks.layer import BIASES, Layer
-from benchmarks.measure import Row, check_names, check_positive, table, write
+from benchmarks.measure import check_names, check_positive, table, write
 from benchmarks.step import read_config
 from dape_jax import command_line
 from dape_jax.command_line import flag
@@ -39,7 +40,7 @@ from dape_jax.model.flops import model_flops
 from dape_jax.model.processors import DapeConfig, PlainConfig
 from dape_jax.model.transformer import SIZES, attention_of
 from dape_jax.planning.compile import compile_error, find_libtpu, in_process, libtpu_version
-from dape_jax.planning.plan import REMATS, Request
+from dape_jax.planning.plan import Request
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig
 from experiments.catalogue import EXPERIMENTS
@@ -47,6 +48,7 @@ from experiments.catalogue import EXPERIMENTS
 TABLE7 = EXPERIMENTS["table7"].methods  # methods of the paper's table of times
 METHODS = ("nope", *TABLE7)
 RATIO_TO = "dape1x3-kerple"
+TOKENS = 16_384  # in the batch of a chip
 NUM_LISTED = 10  # most expensive operations
 
 
@@ -58,20 +60,17 @@ class Settings:
     models: tuple[str, ...] = flag(("125m",), f"The paper's models: {', '.join(SIZES)}.")
     lengths: tuple[int, ...] = flag((512, 2048, 8192), "Train lengths in tokens.")
     methods: tuple[str, ...] = flag(TABLE7, f"Methods: {', '.join(METHODS)}.")
-    tokens: int = flag(16_384, "Tokens in the batch of a chip.")
-    remat: str = flag("full", f"Rematerialisation of layers: {', '.join(REMATS)}.")
     output: str = flag("results/step_cycles", "Directory of the JSON.")
 
     def __post_init__(self):
         check_names("models", self.models, SIZES)
         check_names("methods", self.methods, METHODS)
         require(RATIO_TO in self.methods, "--methods", self.methods, f"must include {RATIO_TO}")
-        check_names("remat", (self.remat,), REMATS)
         for topology in self.topologies:
             read_topology(topology)
         check_positive(self, "lengths")
         for length in self.lengths:
-            require(self.tokens % length == 0, "--tokens", self.tokens, f"must be a multiple of {length}")
+            require(TOKENS % length == 0, "--lengths", length, f"must divide {TOKENS}")
 
 
 def layer_request(run: RunConfig, topology: str, model: str) -> tpu.Request:
@@ -131,21 +130,6 @@ def total_ms(row: dict[str, Any]) -> float:
     return row["kernels_ms"] + row["other_ms"]
 
 
-def cells(rows: list[Row]) -> list[list[str]]:
-    """Return the rows of the table, header first."""
-    labels = {"slice": "topology", "model": "model", "length": "length", "method": "method", "attention": "attention"}
-    figures = {"ms": (total_ms, ".1f"), "kernels": ("kernels_ms", ".1f"), "matmuls": ("matmuls_ms", ".1f")}
-    figures |= {"rest": (lambda row: row["other_ms"] - row["matmuls_ms"], ".1f"), "MFU": ("mfu", ".1%")}
-    return table(rows, labels, figures | {"ratio": ("ratio", ".3f")})
-
-
-def operation_cells(rows: list[Row]) -> list[list[str]]:
-    """Return the most expensive operations of each row, header first."""
-    names = {name: name for name in ("topology", "model", "length", "method", "name", "source", "jax_name")}
-    every = [row | operation for row in rows if row["reason"] is None for operation in row["operations"]]
-    return table(every, names, {"ms": ("ms", ".2f")})
-
-
 def main(settings: Settings) -> None:
     """Compile every combination and write the report."""
     libtpu = find_libtpu()
@@ -157,8 +141,8 @@ def main(settings: Settings) -> None:
             hardware, of_case = read_topology(topology), []
             for method in settings.methods:
                 bar.set_postfix_str(f"{topology} {model} {length} {method}")
-                batch = settings.tokens // length * hardware.num_chips
-                fields = {"model.dtype": "bfloat16", "model.remat": settings.remat}
+                batch = TOKENS // length * hardware.num_chips
+                fields = {"model.dtype": "bfloat16", "model.remat": "full"}
                 run = read_config("paper", model, method, length, batch, "auto", **fields)
                 row = {"topology": topology, "model": model, "length": length, "method": method}
                 of_case.append(row | measure(run, topology, model, libtpu))
@@ -168,11 +152,17 @@ def main(settings: Settings) -> None:
                 known = row["reason"] is None and base["reason"] is None
                 rows.append(row | {"ratio": total_ms(row) / total_ms(base) if known else None})
     caption = (
-        f"A training step by the compiler's cycles, {settings.tokens:,} tokens on each chip, bfloat16, "
-        f"remat={settings.remat}. Ratio: to {RATIO_TO}."
+        f"A training step by the compiler's cycles, {TOKENS:,} tokens on each chip, bfloat16, remat=full. "
+        f"Ratio: to {RATIO_TO}."
     )
-    print(text_table("Most expensive operations outside kernels, without matmuls:", operation_cells(rows)), end="\n\n")
-    write("step_cycles", settings, rows, caption, cells(rows), libtpu=libtpu_version(libtpu))
+    labels = {name: name for name in ("topology", "model", "length", "method")}
+    every = [row | operation for row in rows if row["reason"] is None for operation in row["operations"]]
+    operations = table(every, labels | {name: name for name in ("name", "source", "jax_name")}, {"ms": ("ms", ".2f")})
+    print(text_table("Most expensive operations outside kernels, without matmuls:", operations), end="\n\n")
+    figures = {"ms": (total_ms, ".1f"), "kernels": ("kernels_ms", ".1f"), "matmuls": ("matmuls_ms", ".1f")}
+    figures |= {"rest": (lambda row: row["other_ms"] - row["matmuls_ms"], ".1f"), "MFU": ("mfu", ".1%")}
+    figures, labels = figures | {"ratio": ("ratio", ".3f")}, labels | {"attention": "attention"}
+    write("step_cycles", settings, caption, rows, labels, figures, libtpu=libtpu_version(libtpu))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     make tpu-aot
     python -m benchmarks.tpu --topologies=v5e:2x2 --lengths=2048,4096,8192,16384,32768
 
-One layer is q, k, v -> out without projections, in bfloat16, by default with Kerple and DAPE 1x3. The command prints
-a table and writes OUTPUT/tpu.json. Columns:
+One layer is q, k, v -> out without projections, in bfloat16, by default with Kerple and DAPE 1x3, and one sequence. The
+command prints a table and writes OUTPUT/tpu.json. Columns:
 
     direction     forward, or backward: forward and all gradients in one program
     temp MiB      temporary memory of the compiled program, without inputs and outputs
@@ -44,7 +44,7 @@ from tqdm import tqdm
 
 from benchmarks.hlo import compile_program
 from benchmarks.layer import BIASES, DIRECTIONS, Layer, layer_of
-from benchmarks.measure import Row, check_names, check_positive, table, write
+from benchmarks.measure import check_names, check_positive, write
 from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.errors import InputError
@@ -57,7 +57,7 @@ from dape_jax.model.transformer import SIZES
 from dape_jax.planning.compile import compile_error, find_libtpu, in_process, libtpu_version, slice_devices
 from dape_jax.provenance import make_results_directory
 
-PROCESSORS = ("dape", "plain")
+PROCESSORS = {"dape": DapeConfig(kernel_width=3, channels=32), "plain": PlainConfig()}
 SPLASH_BLOCK = 512  # rows and keys of a grid step
 
 
@@ -99,9 +99,6 @@ class Settings:
     directions: tuple[str, ...] = flag(DIRECTIONS, f"Programs to compile: {', '.join(DIRECTIONS)}.")
     processors: tuple[str, ...] = flag(("dape",), f"Processors: {', '.join(PROCESSORS)}.")
     implementations: tuple[str, ...] = flag(("fused",), f"Implementations: {', '.join(IMPLEMENTATIONS)}.")
-    batch: int = flag(1, "Batch size B.")
-    kernel_width: int = flag(3, "Kernel width W of DAPE.")
-    channels: int = flag(32, "Hidden channels C of DAPE.")
     bias: str = flag("kerple", "Position bias.")
     output: str = flag("results/tpu", "Directory of the JSON.")
 
@@ -111,7 +108,7 @@ class Settings:
         check_names("processors", self.processors, PROCESSORS)
         check_names("implementations", self.implementations, IMPLEMENTATIONS)
         check_names("bias", (self.bias,), BIASES)
-        check_positive(self, "lengths", "batch")
+        check_positive(self, "lengths")
         for topology in self.topologies:
             read_topology(topology)
 
@@ -129,13 +126,12 @@ class Request:
 
 def requests_of(settings: Settings) -> list[Request]:
     """Return a request for every combination of the settings."""
-    axes = (settings.topologies, settings.models, settings.lengths, settings.directions)
+    sizes = (settings.topologies, settings.models, settings.lengths)
     requests = []
     for topology, model, length, direction, processor, implementation in itertools.product(
-        *axes, settings.processors, settings.implementations
+        *sizes, settings.directions, settings.processors, settings.implementations
     ):
-        config = DapeConfig(settings.kernel_width, settings.channels) if processor == "dape" else PlainConfig()
-        layer = layer_of(model, length=length, batch=settings.batch, bias=settings.bias, processor=config)
+        layer = layer_of(model, length=length, bias=settings.bias, processor=PROCESSORS[processor])
         requests.append(Request(topology, model, direction, implementation, layer))
     return requests
 
@@ -300,7 +296,7 @@ def measure(request: Request, libtpu: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LIBTPU_INIT_ARGS"] = DUMP_FLAGS.format(folder=folder)
         outcome = in_process(compile_layer, request, libtpu)
-        processor = PROCESSORS[isinstance(request.layer.processor, PlainConfig)]
+        processor = "plain" if isinstance(request.layer.processor, PlainConfig) else "dape"
         row = {"topology": request.topology, "model": request.model, "length": request.layer.length}
         row |= {"direction": request.direction, "processor": processor, "implementation": request.implementation}
         row |= outcome
@@ -318,18 +314,6 @@ def measure(request: Request, libtpu: Path) -> dict[str, Any]:
     }
 
 
-def cells(rows: list[Row]) -> list[list[str]]:
-    """Return the rows of the table, header first."""
-    fields = ("topology", "model", "length", "direction", "processor", "implementation")
-    return table(
-        rows,
-        {{"topology": "slice"}.get(field, field): field for field in fields},
-        {"temp MiB": ("temporary_mib", ",.1f"), "GB": ("moved_gb", ".3f"), "bandwidth ms": ("bandwidth_ms", ".2f")}
-        | {"kernels ms": (lambda row: row["kernels_ms"] if row["kernels"] else None, ".2f")}
-        | {"other ms": ("other_ms", ".2f"), "compile s": ("compile_s", ".0f")},
-    )
-
-
 def main(settings: Settings) -> None:
     """Compile every combination and write the report."""
     libtpu = find_libtpu()
@@ -339,8 +323,17 @@ def main(settings: Settings) -> None:
         for request in bar:
             bar.set_postfix_str(" ".join((request.topology, request.model, request.direction, request.implementation)))
             rows.append(measure(request, libtpu))
-    caption = f"One layer, bias {settings.bias}, bfloat16, compiled ahead of time; dape is 1x{settings.kernel_width}."
-    write("tpu", settings, rows, caption, cells(rows), libtpu=libtpu_version(libtpu))
+    caption = f"One layer, bias {settings.bias}, bfloat16, compiled ahead of time; dape is 1x3."
+    labels = {name: name for name in ("topology", "model", "length", "direction", "processor", "implementation")}
+    figures = {
+        "temp MiB": ("temporary_mib", ",.1f"),
+        "GB": ("moved_gb", ".3f"),
+        "bandwidth ms": ("bandwidth_ms", ".2f"),
+        "kernels ms": (lambda row: row["kernels_ms"] if row["kernels"] else None, ".2f"),
+        "other ms": ("other_ms", ".2f"),
+        "compile s": ("compile_s", ".0f"),
+    }
+    write("tpu", settings, caption, rows, labels, figures, libtpu=libtpu_version(libtpu))
 
 
 if __name__ == "__main__":

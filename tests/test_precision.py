@@ -60,7 +60,6 @@ def test_the_formula_as_written_loses_what_dape_keeps():
     assert largest_error(in_float32, exact(rows, params, DAPE)) < 1e-4
     found = precision.measure("alibi", "bfloat16", 2048, DAPE)
     assert found["as_written"] > 50 * found["dape"]
-    assert precision.cells([found])[1][:3] == ["alibi", "bfloat16", "2,048"]
 
 
 @settings(max_examples=60, deadline=None)
