@@ -11,6 +11,7 @@ reports its own traffic (`kernels.tpu.cost`); for other kernels, operands and re
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -105,10 +106,25 @@ class Work:
 class CompiledProgram:
     """Compiled function. All figures are for one device."""
 
+    lowered: Lowered
     run: Compiled
     compile_s: float  # seconds of compilation, without tracing
     memory: Any  # the compiler's `CompiledMemoryStats`
-    work: Work  # work of one run
+
+    @functools.cached_property
+    def work(self) -> Work:
+        """Work of one run; reads the program's text.
+
+        jaxlib 0.10 cannot read programs of libtpu 0.0.51 for v5p and v6e that use their sparse cores, for example for a
+        gather. With an option, the compiler writes the same text to a directory.
+        """
+        try:
+            return read_work(self.run.as_text() or "")
+        except jax.errors.JaxRuntimeError:
+            with tempfile.TemporaryDirectory() as folder:
+                self.lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+                (file,) = Path(folder).glob("*.after_codegen.txt")
+                return read_work(file.read_text())
 
     @property
     def result_bytes(self) -> int:
@@ -128,22 +144,7 @@ def compile_program(function: Callable[..., Any], *arguments: Any) -> CompiledPr
     compile_s = time.monotonic() - started
     memory = compiled.memory_analysis()
     assert memory is not None
-    return CompiledProgram(compiled, compile_s, memory, read_work(_text_of(lowered, compiled)))
-
-
-def _text_of(lowered: Lowered, compiled: Compiled) -> str:
-    """Return the text of a compiled program.
-
-    jaxlib 0.10 cannot read programs of libtpu 0.0.51 for v5p and v6e that use their sparse cores, for example for a
-    gather. With an option, the compiler writes the same text to a directory.
-    """
-    try:
-        return compiled.as_text() or ""
-    except jax.errors.JaxRuntimeError:
-        with tempfile.TemporaryDirectory() as folder:
-            lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
-            (file,) = Path(folder).glob("*.after_codegen.txt")
-            return file.read_text()
+    return CompiledProgram(lowered, compiled, compile_s, memory)
 
 
 def read_work(text: str) -> Work:
