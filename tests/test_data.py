@@ -25,7 +25,7 @@ from dape_jax.data.batches import PackedDocuments, Windows, train_batches, valid
 from dape_jax.data.prepare.command import prepare
 from dape_jax.data.prepare.config import PrepareConfig
 from dape_jax.data.prepare.inputs import find_files
-from dape_jax.data.prepare.records import split_of
+from dape_jax.data.prepare.splits import split_of
 from dape_jax.data.store import SIDECAR_FILE, TOKENS_FILE, Corpus, DataConfig, TokenStore, open_corpus, verify_stores
 from dape_jax.errors import InputError
 from dape_jax.training.source import load_corpora
@@ -113,23 +113,6 @@ def test_standard_library_of_this_interpreter(tmp_path: Path, monkeypatch):
 
 # the split
 
-# The first bytes of a compressed file, an encoding or JSON would be taken as such.
-documents_of_any_bytes = st.lists(st.binary(max_size=50).map(lambda b: b"x" + b.replace(b"\0", b" ")), max_size=12)
-
-
-@quick
-@given(documents_of_any_bytes, st.floats(0.05, 0.95))
-def test_each_document_is_in_one_split_and_none_is_lost(documents: list[bytes], fraction: float):
-    documents = documents + DOCUMENTS[:10]  # so that both sides usually have some
-    with tempfile.TemporaryDirectory() as root:
-        path = write(Path(root, "text"), documents)
-        sides = Counter(split_of(document, fraction) for document in documents)
-        assume(len(sides) == 2)
-        loaded = load_corpus(config(path, Path(root, "cache"), validation_fraction=fraction))
-        train, validation = texts(loaded.train), texts(loaded.validation)
-        assert not set(train) & set(validation)
-        assert Counter(train + validation) == Counter(documents)
-
 
 def test_the_validation_fraction_is_held_out():
     held_out = [{i for i in range(10_000) if split_of(f"{i}".encode(), x) == "validation"} for x in (0.1, 0.2)]
@@ -140,7 +123,7 @@ def test_the_validation_fraction_is_held_out():
 # raw text: prepared once
 
 
-def test_store_roundtrip(made: tuple[DataConfig, Corpus]):
+def test_each_document_is_in_one_split_and_none_is_lost(made: tuple[DataConfig, Corpus]):
     _, loaded = made
     in_file_order = [Path(file.path).read_bytes() for file in find_files([loaded.train.sidecar.source])]
     for store, split in ((loaded.train, "train"), (loaded.validation, "validation")):
@@ -170,12 +153,11 @@ def test_unchanged_inputs_are_not_read_again(made: tuple[DataConfig, Corpus], ca
 
 
 CHANGES = {
-    "content": lambda file: file.write_bytes(DOCUMENTS[3] + b"more"),
-    "touch": lambda file: os.utime(file, ns=(1, 1)),
-    "add": lambda file: file.with_name("new.txt").write_bytes(b"a new document"),
-    "remove": Path.unlink,
-    "rename": lambda file: file.rename(file.with_name("zzz.txt")),
-    "place": lambda file: file.parent.rename(file.parent.with_name("moved")),
+    "content": lambda path: (path / "3.txt").write_bytes(DOCUMENTS[3] + b"more"),
+    "touch": lambda path: os.utime(path / "3.txt", ns=(1, 1)),
+    "add": lambda path: (path / "new.txt").write_bytes(b"a new document"),
+    "rename": lambda path: (path / "3.txt").rename(path / "zzz.txt"),
+    "place": lambda path: path.rename(path.with_name("moved")),
     "fraction": Path.exists,  # only the config changes
 }
 
@@ -184,7 +166,7 @@ CHANGES = {
 def test_changed_inputs_make_a_new_store_and_keep_the_old_one(made: tuple[DataConfig, Corpus], change: str):
     made_config, first = made
     path = Path(made_config.path)
-    CHANGES[change](path / "3.txt")
+    CHANGES[change](path)
     changes = {"place": {"path": str(path.with_name("moved"))}, "fraction": {"validation_fraction": 0.5}}
     second = load_corpus(dataclasses.replace(made_config, **changes.get(change, {})))
     assert second.train.directory != first.train.directory
@@ -291,8 +273,10 @@ def test_a_mixture_is_of_the_corpora_that_it_names(tmp_path: Path):
 # store: damage
 
 
-def damaged_copy(pristine: Path, root: str | Path) -> Path:
-    return Path(shutil.copytree(pristine, Path(root, "copy")))
+@pytest.fixture
+def copy(pristine: Path, tmp_path: Path) -> Path:
+    """Return the directory of a corpus to damage."""
+    return Path(shutil.copytree(pristine, tmp_path / "copy"))
 
 
 @quick
@@ -300,7 +284,7 @@ def damaged_copy(pristine: Path, root: str | Path) -> Path:
 def test_a_changed_byte_is_detected(pristine: Path, name: str, bits: int, is_cut: bool, data: st.DataObject):
     """A byte is changed, or the file ends there: it is refused, or the byte is not used."""
     with tempfile.TemporaryDirectory() as root:
-        copy = damaged_copy(pristine, root) / "train"
+        copy = Path(shutil.copytree(pristine / "train", Path(root, "train")))
         before, content = np.array(store_module.open_store(copy).offsets), bytearray((copy / name).read_bytes())
         at = data.draw(st.integers(0, len(content) - 1))
         content[at] ^= bits
@@ -331,19 +315,19 @@ def test_a_changed_byte_is_detected(pristine: Path, name: str, bits: int, is_cut
         ({"digest": "0" * 64}, "digest = '000"),
     ],
 )
-def test_a_sidecar_that_does_not_fit_is_named(pristine: Path, tmp_path: Path, change: dict | None, message: str):
-    file = damaged_copy(pristine, tmp_path) / "validation" / SIDECAR_FILE
+def test_a_sidecar_that_does_not_fit_is_named(copy: Path, change: dict | None, message: str):
+    file = copy / "validation" / SIDECAR_FILE
     file.write_text(json.dumps({} if change is None else json.loads(file.read_text()) | change))
     with pytest.raises(InputError, match=message) as refused:  # noqa: PT012
-        loaded = load_corpus(config(tmp_path / "copy", tmp_path / "cache", tokenizer=None))
+        loaded = load_corpus(config(copy, copy / "cache", tokenizer=None))
         verify_stores(loaded)
         assert loaded.validation.tokenizer
     assert "\n" not in str(refused.value)
 
 
-def test_ids_beyond_the_vocabulary_are_refused(pristine: Path, tmp_path: Path):
+def test_ids_beyond_the_vocabulary_are_refused(copy: Path):
     """Another program may write a store with a right digest and wrong ids."""
-    store = damaged_copy(pristine, str(tmp_path)) / "train"
+    store = copy / "train"
     tokens, offsets = np.fromfile(store / TOKENS_FILE, "<u2"), np.load(store / store_module.OFFSETS_FILE)
     tokens[7] = 257
     tokens.tofile(store / TOKENS_FILE)
@@ -351,11 +335,11 @@ def test_ids_beyond_the_vocabulary_are_refused(pristine: Path, tmp_path: Path):
     sidecar["digest"] = hashlib.sha256(tokens.tobytes() + offsets.tobytes()).hexdigest()
     (store / SIDECAR_FILE).write_text(json.dumps(sidecar))
     with pytest.raises(InputError, match=r"tokens\.bin: token id = 257: must be 0 to 256"):
-        verify_stores(open_corpus(tmp_path / "copy"))
+        verify_stores(open_corpus(copy))
 
 
-def test_files_are_read_once_for_each_identity(pristine: Path, tmp_path: Path, monkeypatch):
-    copied = open_corpus(damaged_copy(pristine, str(tmp_path)))
+def test_files_are_read_once_for_each_identity(copy: Path, monkeypatch):
+    copied = open_corpus(copy)
     verify_stores(copied, full=False)
     with monkeypatch.context() as patch:
         patch.setattr(hashlib, "sha256", None)
@@ -375,13 +359,12 @@ def test_files_are_read_once_for_each_identity(pristine: Path, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("name", [TOKENS_FILE, store_module.OFFSETS_FILE, SIDECAR_FILE, ""])
-def test_a_corpus_that_is_not_whole_is_refused(pristine: Path, tmp_path: Path, name: str):
-    lost = damaged_copy(pristine, str(tmp_path)) / "validation" / name
+def test_a_corpus_that_is_not_whole_is_refused(copy: Path, name: str):
+    lost = copy / "validation" / name
     shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
-    with pytest.raises(InputError, match=r"store\.json"):
-        load_corpus(config(tmp_path / "copy", tmp_path / "cache"))
-    with pytest.raises(InputError, match="is one split of a corpus"):
-        load_corpus(config(tmp_path / "copy/train", tmp_path / "cache"))
+    for path, message in ((copy, r"store\.json"), (copy / "train", "is one split of a corpus")):
+        with pytest.raises(InputError, match=message):
+            load_corpus(config(path, copy / "cache"))
 
 
 # messages
@@ -403,6 +386,7 @@ def test_a_corpus_that_is_not_whole_is_refused(pristine: Path, tmp_path: Path, n
         ("mixture", "books=0,code=1"),
         ("mixture", "=1"),
         ("mixture", "books=nan"),
+        ("packing", "rows"),
     ],
 )
 def test_a_wrong_config_names_field_and_value(field: str, value: object):
@@ -420,16 +404,6 @@ def test_nothing_to_read_names_the_path(tmp_path: Path, path: str):
         load_corpus(config(tmp_path / path, tmp_path / "cache"))
     assert repr(str(tmp_path / path)) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
-def test_the_end_is_held_out_if_the_hash_leaves_a_split_empty(tmp_path: Path, fraction: float):
-    made_config = config(write(tmp_path / "text", DOCUMENTS), tmp_path / "cache", validation_fraction=fraction)
-    loaded = load_corpus(made_config)
-    train, validation = texts(loaded.train), texts(loaded.validation)
-    in_order = [DOCUMENTS[i] for i in sorted(range(len(DOCUMENTS)), key=lambda i: f"{i}.txt")]
-    assert b"".join([*train, *validation]) == b"".join(in_order)
-    assert min(len(b"".join(train)), len(b"".join(validation))) <= 100  # the nearest white space
 
 
 # batches: windows
@@ -477,13 +451,18 @@ def flat(steps: Iterable[list[tuple]]) -> list[tuple]:
     return [row for step in steps for row in step]
 
 
+def rows_in(store: TokenStore, length: int, is_packed: bool) -> tuple[list[dict[str, np.ndarray]], dict[str, str]]:
+    """Return all windows or packed rows of a store, and the options that choose them."""
+    rows = PackedDocuments(store, length) if is_packed else Windows(store, length)
+    return [rows[i] for i in range(len(rows))], {"packing": "documents"} if is_packed else {}
+
+
 @quick
 @given(sizes, st.integers(1, 9), st.integers(0, 2**32 - 1), st.booleans())
 def test_every_window_once_per_epoch(size: tuple[int, int], batch: int, seed: int, is_packed: bool):
-    num_tokens, length = size
-    store, options = memory_store(num_tokens), {"packing": "documents"} if is_packed else {}
-    windows = (PackedDocuments if is_packed else Windows)(store, length)
-    every = sorted(tuple(windows[i]["inputs"].tolist()) for i in range(len(windows)))
+    store, length = memory_store(size[0]), size[1]
+    rows, options = rows_in(store, length, is_packed)
+    every = sorted(tuple(row["inputs"].tolist()) for row in rows)
     epochs = 3
     steps = -(-epochs * len(every) // batch)
     seen = flat(rows_of(store, length=length, batch=batch, steps=steps, seed=seed, **options)[0])
@@ -569,41 +548,41 @@ def test_a_mixture_has_the_shares_of_its_weights_and_each_text_its_epochs():
 
 
 @quick
-@given(sizes, st.integers(1, 9), st.integers(1, 9))
-def test_validation_batches_are_fixed_full_and_spread(size: tuple[int, int], batch: int, num_batches: int):
-    num_tokens, length = size
-    store = memory_store(num_tokens)
-    num_windows = len(Windows(store, length))
-    assume(batch <= num_windows)
-    batches, again = (
-        validation_batches(store, length=length, batch_size=batch, num_batches=num_batches) for _ in range(2)
+@given(sizes, st.integers(1, 9), st.integers(1, 9), st.booleans())
+def test_validation_batches_are_fixed_full_and_spread(size: tuple[int, int], batch: int, num: int, is_packed: bool):
+    store, length = memory_store(size[0]), size[1]
+    rows, options = rows_in(store, length, is_packed)
+    assume(batch <= len(rows))
+    found, again = (
+        validation_batches(store, length=length, batch_size=batch, num_batches=num, **options) for _ in range(2)
     )
-    assert len(batches) == min(num_batches, num_windows // batch)
-    for one, two in zip(batches, again, strict=True):
-        assert one["inputs"].shape == one["targets"].shape == (batch, length)
+    assert len(found) == min(num, len(rows) // batch)
+    for one, two in zip(found, again, strict=True):
+        assert {name: values.shape for name, values in one.items()} == dict.fromkeys(rows[0], (batch, length))
         assert one["inputs"].dtype == one["targets"].dtype == np.int32
-        np.testing.assert_array_equal(one["inputs"], two["inputs"])
-        np.testing.assert_array_equal(one["targets"], one["inputs"] + 1)
-    starts = np.concatenate([one["inputs"][:, 0] for one in batches]) // length
-    gaps = np.diff(np.append(starts, num_windows))
-    assert starts[0] == 0
+        for name in one:
+            np.testing.assert_array_equal(one[name], two[name])
+    every = [row["targets"].tolist() for row in rows]
+    gaps = np.diff([*(every.index(row.tolist()) for one in found for row in one["targets"]), len(rows)])
+    assert every[0] == found[0]["targets"][0].tolist()
     assert gaps.min() > 0
     assert gaps.max() - gaps.min() <= 1
 
 
 @quick
-@given(sizes, st.sampled_from([1, 2, 8]), st.integers(1, 4))
-def test_a_validation_set_smaller_than_a_batch_is_used_whole(size: tuple[int, int], multiple: int, num_batches: int):
-    num_tokens, length = size
-    store = memory_store(num_tokens)
-    batch_size = (len(Windows(store, length)) // multiple + 1) * multiple
-    options = {"length": length, "num_batches": num_batches, "multiple": multiple}
+@given(sizes, st.sampled_from([1, 2, 8]), st.integers(1, 4), st.booleans())
+def test_a_validation_set_smaller_than_a_batch_is_used_whole(size, multiple: int, num_batches: int, is_packed: bool):
+    store, length = memory_store(size[0]), size[1]
+    rows, options = rows_in(store, length, is_packed)
+    batch_size = (len(rows) // multiple + 1) * multiple
+    options |= {"length": length, "num_batches": num_batches, "multiple": multiple}
     (batch,) = validation_batches(store, batch_size=batch_size, **options)
     assert len(batch["inputs"]) % multiple == 0
     assert len(batch["inputs"]) <= batch_size
+    is_target = [row["weights"] > 0 if is_packed else np.ones(length, bool) for row in rows]
+    every = np.concatenate([row["targets"][each] for row, each in zip(rows, is_target, strict=True)])
     weights = batch["weights"] if "weights" in batch else np.ones(batch["inputs"].shape, np.float32)
-    every = np.arange(len(Windows(store, length)) * length)
-    np.testing.assert_array_equal(batch["inputs"][weights > 0], every)  # each token once
+    np.testing.assert_array_equal(batch["targets"][weights > 0], every)  # each once
     assert weights.sum() == len(every)
 
 
@@ -649,16 +628,3 @@ def test_packing_wastes_little():
     first, second = PackedDocuments(store_of([6, 5, 4]), 8)  # the last fits exactly beside the first
     assert first["segment_ids"].tolist() == [1] * 5 + [2] * 3
     assert second["segment_ids"].tolist() == [1] * 4 + [0] * 4
-
-
-def test_packed_validation_batches_are_full_and_in_order():
-    store, options = store_of([5, 9, 30, 4, 11] * 9), {"length": 8, "num_batches": 2, "packing": "documents"}
-    rows = PackedDocuments(store, 8)
-    batches = validation_batches(store, batch_size=3, **options)
-    shapes = [{name: values.shape for name, values in each.items()} for each in batches]
-    assert shapes == [dict.fromkeys(PACKED, (3, 8))] * 2
-    np.testing.assert_array_equal(batches[0]["targets"][0], rows[0]["targets"])
-    for batch_size in (192, 128):
-        (padded,) = validation_batches(store, batch_size=batch_size, multiple=64, **options)
-        assert padded["weights"].sum() == sum(rows[i]["weights"].sum() for i in range(len(rows)))
-        assert {values.shape for values in padded.values()} == {(-(-len(rows) // 64) * 64, 8)}

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tiny
 
-from dape_jax.config import RunConfig, read_run, resolved
+from dape_jax.config import RunConfig
 from dape_jax.errors import InputError
 from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import make_mesh, put_batch
@@ -62,16 +62,6 @@ def test_losses_of_packed_documents_are_those_of_the_documents_alone(tmp_path):
             assert float(metrics["loss_nats"]) == pytest.approx(expected, rel=1e-5)
             norms.append(float(metrics["gradient_norm"]))
         assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-
-
-def test_configs_saved_without_the_field_mean_the_stream(tmp_path):
-    spec = tiny.spec(tmp_path, data__packing="stream")
-    saved = spec | {"data": {name: value for name, value in spec["data"].items() if name != "packing"}}
-    assert resolved(read_run(saved))["data"]["packing"] == "stream"
-    assert read_run(saved) == read_run(spec)
-    spec["data"]["packing"] = "rows"
-    with pytest.raises(InputError, match=r"data\.packing = 'rows': must be one of \['stream', 'documents'\]"):
-        read_run(spec)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ In: the path of a corpus that `prepare` made. Out: a `Corpus` of two `TokenStore
 Nothing is built here: `training.source.load_corpora` first calls `prepare` if `data.path` is raw text.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -23,7 +22,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -138,6 +137,12 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.min_scalar_type(vocab_size - 1).newbyteorder("<")
 
 
+def map_tokens(file: Path, vocab_size: int) -> UInt[np.ndarray, "num_tokens"]:
+    """Map the tokens of a file into memory."""
+    dtype = token_dtype(vocab_size)
+    return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)  # an empty one has no map
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenStore:
     """Memory-mapped tokens of one split. Opening it reads the offsets but no tokens."""
@@ -171,37 +176,7 @@ class TokenStore:
 
     def document(self, index: int) -> UInt[np.ndarray, "document_tokens"]:
         """Return the tokens of one document, including its end_of_document."""
-        if not 0 <= index < self.num_documents:
-            raise IndexError(f"document {index} of {self.num_documents}")
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
-
-    def verify_blocks(self, full: bool) -> Iterator[bool]:
-        """Yield True after each block that `verify_stores` has read."""
-        stats = {name: os.stat(self.directory / name) for name in (TOKENS_FILE, OFFSETS_FILE, SIDECAR_FILE)}
-        fields = ("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino", "st_dev")
-        identity = {name: [getattr(stat, field) for field in fields] for name, stat in stats.items()}
-        remembered, is_known = self.directory / VERIFIED_FILE, False
-        with contextlib.suppress(InputError):  # there is none, or it is damaged
-            is_known = read_json(remembered) == identity
-        if is_known and not full:
-            return
-        digest, largest = hashlib.sha256(), 0
-        size, name = self.tokens.nbytes, f"checking {self.directory}"
-        with Progress(total=size, desc=name, unit="B", unit_scale=True, delay=1, leave=False) as bar:
-            for begin in range(0, self.num_tokens, _BLOCK):
-                block = self.tokens[begin : begin + _BLOCK]
-                digest.update(block.data)
-                largest = max(largest, int(block.max()))
-                bar.update(block.nbytes)
-                yield True
-        digest.update(np.ascontiguousarray(self.offsets, "<i8").data)
-        file, found = self.directory / SIDECAR_FILE, digest.hexdigest()
-        require(found == self.digest, f"{file}: digest", self.digest, f"must be the digest of the files, {found}")
-        size = self.sidecar.vocab_size
-        require(largest < size, f"{self.directory / TOKENS_FILE}: token id", largest, f"must be 0 to {size - 1}")
-        if not is_known:
-            with contextlib.suppress(OSError):  # a corpus of another user, or a full disk
-                write_json(remembered, identity)
 
 
 class Corpus(NamedTuple):
@@ -243,17 +218,42 @@ def verify_stores(stores: Sequence[TokenStore], full: bool = True) -> None:
     """Read all data of stores, and compare digests with the recorded ones and ids with the vocabulary.
 
     Unless `full`, nothing is read of a store whose files are those that were last verified, by size, times and inode.
-    This is remembered in its directory, if it can be written to. A block of each store is read at the same time, so
-    that Ctrl-C ends it soon.
+    This is remembered in its directory, if it can be written to.
 
     Raises:
         InputError: the files have changed since they were written, or were written by another program.
     """
-    unfinished = [store.verify_blocks(full) for store in stores]
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        while unfinished:
-            are_left = list(pool.map(lambda blocks: next(blocks, False), unfinished))
-            unfinished = list(itertools.compress(unfinished, are_left))
+    for store in stores:
+        stats = {name: os.stat(store.directory / name) for name in (TOKENS_FILE, OFFSETS_FILE, SIDECAR_FILE)}
+        fields = ("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino", "st_dev")
+        identity = {name: [getattr(stat, field) for field in fields] for name, stat in stats.items()}
+        remembered, is_known = store.directory / VERIFIED_FILE, False
+        with contextlib.suppress(InputError):  # there is none, or it is damaged
+            is_known = read_json(remembered) == identity
+        if is_known and not full:
+            continue
+        found, largest = digest_of(store.tokens, store.offsets, f"checking {store.directory}")
+        file, size = store.directory / SIDECAR_FILE, store.sidecar.vocab_size
+        require(found == store.digest, f"{file}: digest", store.digest, f"must be the digest of the files, {found}")
+        require(largest < size, f"{store.directory / TOKENS_FILE}: token id", largest, f"must be 0 to {size - 1}")
+        if not is_known:
+            with contextlib.suppress(OSError):  # a corpus of another user, or a full disk
+                write_json(remembered, identity)
+
+
+def digest_of(
+    tokens: UInt[np.ndarray, "num_tokens"], offsets: Int64[np.ndarray, "num_offsets"], task: str
+) -> tuple[str, int]:
+    """Return the SHA-256 of tokens and then offsets, and the largest token. `task` names the work in its progress."""
+    digest, largest = hashlib.sha256(), 0
+    with Progress(total=tokens.nbytes, desc=task, unit="B", unit_scale=True, delay=1, leave=False) as bar:
+        for begin in range(0, len(tokens), _BLOCK):
+            block = tokens[begin : begin + _BLOCK]
+            digest.update(block.data)
+            largest = max(largest, int(block.max()))
+            bar.update(block.nbytes)
+    digest.update(np.ascontiguousarray(offsets, "<i8").data)
+    return digest.hexdigest(), largest
 
 
 def joined(stores: Sequence[TokenStore]) -> TokenStore:
@@ -347,9 +347,7 @@ def open_store(directory: Path) -> TokenStore:
     file = directory / SIDECAR_FILE
     sidecar = _sidecar(str(file), read_json(file))
     with read_errors("corpus", str(file)):  # numpy raises many kinds of errors for damaged headers
-        tokens = np.zeros(0, token_dtype(sidecar.vocab_size))
-        if sidecar.num_tokens or (directory / TOKENS_FILE).stat().st_size:  # an empty file cannot be mapped
-            tokens = np.memmap(directory / TOKENS_FILE, tokens.dtype, mode="r")
+        tokens = map_tokens(directory / TOKENS_FILE, sidecar.vocab_size)
         offsets = np.load(directory / OFFSETS_FILE, mmap_mode="r").astype("<i8", copy=False)
     sizes, found = (sidecar.num_tokens, sidecar.num_documents), (tokens.size, offsets.size - 1)
     allowed = f"must be {found}, as in the files next to it; copy or prepare the corpus again"

@@ -105,7 +105,7 @@ def load_corpora(config: DataConfig, lossy: bool = False) -> Corpora:
                 others = held_out if path != held_out and found[held_out] is None else None
                 fraction = 1.0 if path == held_out else 0.0
                 raw = dataclasses.replace(config, validation_path=others, validation_fraction=fraction)
-            corpora[path] = open_corpus(prepare_text(path, raw, lossy, name))
+            corpora[path] = prepare_text(path, raw, lossy, name)
     train = {path: corpora[path].train for path in config.weights}
     validation = {path: corpora[path].validation for path in (config.weights if held_out is None else [held_out])}
     return Corpora(train, validation, config.weights)

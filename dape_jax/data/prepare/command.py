@@ -21,7 +21,6 @@ import json
 import logging
 import os
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,18 +35,16 @@ from dape_jax.data.prepare.build import (
     REJECTED_FILE,
     Record,
     build_corpus,
-    left_out,
-    read_record,
+    to_record,
 )
 from dape_jax.data.prepare.config import MAX_LENGTH, PrepareConfig
-from dape_jax.data.prepare.inputs import InputFile, find_files
+from dape_jax.data.prepare.inputs import find_files
 from dape_jax.data.prepare.records import holds_ids
 from dape_jax.data.prepare.show import show
-from dape_jax.data.prepare.splits import divided, find_cut
+from dape_jax.data.prepare.splits import Inputs, described, divided, find_cut
 from dape_jax.data.store import FORMAT_VERSION, Corpus, DataConfig, open_corpus
 from dape_jax.data.tokenizers import (
     TOKENIZER_FILE,
-    Tokenizer,
     read_tokenizer,
     save_tokenizer,
     saved_tokenizer,
@@ -58,7 +55,6 @@ from dape_jax.files import json_digest, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
-Inputs = tuple[dict[str, Any], list[InputFile], Tokenizer | None]  # results of `_recipe`, where they are known already
 RECIPE_FILE = "recipe.json"
 TRAIN_BPE_BYTES = 2**30  # bytes of text on which a BPE is trained
 
@@ -70,37 +66,46 @@ class Prepared(NamedTuple):
     record: Record
 
 
-def prepare(config: PrepareConfig, inputs: Inputs | None = None) -> Prepared:
+def prepare(config: PrepareConfig) -> Prepared:
     """Build a corpus, resume building it, or open it if it is complete. Wait for another process that is building it.
 
     Raises:
         InputError: the input is invalid, or the output was made with another recipe.
     """
     output = Path(os.path.abspath(os.path.expanduser(config.output)))
-    work = output.with_name(output.name + ".partial")
     is_new = not output.exists() or (output / RECIPE_FILE).is_file()
     require(is_new, "output", str(output), "must be a new directory, or one made by this program")
-    recipe, files, tokenizer = inputs or _recipe(config, output, work)
+    return _prepare(find_inputs(config, output, _partial(output)), output)
+
+
+def _partial(output: Path) -> Path:
+    return output.with_name(output.name + ".partial")
+
+
+def _prepare(inputs: Inputs, output: Path) -> Prepared:
+    config, work = inputs.config, _partial(output)
     if not output.exists():
         output.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(output.with_name(f".{output.name}.lock")):
             if not output.exists():  # unless the process that had the lock made it
-                _build(config, files, tokenizer, recipe, output, work)
-    _check_recipe(output, recipe)
-    record = read_record(output / RECORD_FILE)
+                _build(inputs, work)
+                os.rename(work / CORPUS_DIRECTORY, output)
+                shutil.rmtree(work)
+    _check_recipe(output, inputs.recipe)
+    record = to_record(read_json(output / RECORD_FILE))
     allowed = f"{record.num_lossy:,} documents of {output} differ from their text; dape-prepare --lossy accepts them"
     require(config.lossy or not record.num_lossy, "lossy", config.lossy, allowed)
     if record.cut is not None:
         percent, few = 100 * config.validation_fraction, "there are too few documents to choose whole ones"
         logger.info("held out: about the last %.3g %%, after %s bytes or ids: %s", percent, f"{record.cut:,}", few)
-    if names := left_out(output, record):
+    if counts := record.skipped + record.rejected:
         level = logging.WARNING if record.rejected or record.skipped["too long"] else logging.INFO
-        logger.log(level, "left out: %s; see %s", names, output / REJECTED_FILE)
+        logger.log(level, "left out: %s; see %s", described(counts), output / REJECTED_FILE)
     return Prepared(open_corpus(output), record)
 
 
-def prepare_text(path: str, data: DataConfig, lossy: bool, field: str) -> Path:
-    """Prepare raw text of a run in `data.cache_dir`/<16 hex digits of its recipe>, unless it is there; return it.
+def prepare_text(path: str, data: DataConfig, lossy: bool, field: str) -> Corpus:
+    """Prepare raw text of a run in `data.cache_dir`/<16 hex digits of its recipe>, unless it is there.
 
     Changed text gets another directory. Documents may be longer than by default.
 
@@ -123,34 +128,31 @@ def prepare_text(path: str, data: DataConfig, lossy: bool, field: str) -> Path:
             validation_fraction=data.validation_fraction,
             workers=1,  # of the longest documents, few fit in memory
         )
-        inputs = _recipe(config, *corpora)
-        output = cache / json_digest(inputs[0])[:16]
-        corpus, record = prepare(dataclasses.replace(config, output=str(output)), inputs)
+        inputs = find_inputs(config, *corpora)
+        output = cache / json_digest(inputs.recipe)[:16]
+        corpus, record = _prepare(inputs, output)
     except InputError as error:
         raise InputError(f"{field} = {path!r}: {str(error).removeprefix(f'input = {path!r}: ')}") from error
     except OSError as error:  # of input it is an InputError
         raise OSError(f"data.cache_dir = {data.cache_dir!r}: {error}") from error
-    directory = corpus.train.directory.parent
-    logger.info("text of %r, prepared in %s", path, directory)
+    logger.info("text of %r, prepared in %s", path, output)
     if record.num_lossy:
         logger.warning("%d documents cannot be decoded exactly from their tokens", record.num_lossy)
-    return directory
+    return corpus
 
 
-def _recipe(config: PrepareConfig, *excluded: Path) -> Inputs:
-    """Return everything that the result depends on, as JSON; and input files and tokenizer, or None to train one.
+def find_inputs(config: PrepareConfig, *excluded: Path) -> Inputs:
+    """Return the inputs of a config. Files in the `excluded` directories are left out.
 
-    Files in the `excluded` directories are left out.
+    Raises:
+        InputError: a path has no files, the tokenizer cannot be read, or they do not fit each other.
     """
-    files, tokenizer = find_files(config.input, excluded), None
+    files, held_out, tokenizer = find_files(config.input, excluded), [], None
     if config.validation:
-        others = [file._replace(split="validation") for file in find_files(config.validation, excluded, "validation")]
-        paths = {file.path for file in others}
-        files = [file._replace(split="train") for file in files if file.path not in paths] + others
-        allowed = "must have files that are not in validation"
-        require(files[0].split == "train", "input", ",".join(config.input), allowed)
-    num_files = Counter(file.split for file in files)
-    files = [file._replace(is_alone=num_files[file.split] == 1) for file in files]
+        held_out = [file._replace(split="validation") for file in find_files(config.validation, excluded, "validation")]
+        paths = {file.path for file in held_out}
+        files = [file._replace(split="train") for file in files if file.path not in paths]
+        require(bool(files), "input", ",".join(config.input), "must have files that are not in validation")
     if config.tokenizer is not None:
         tokenizer = read_tokenizer(config.tokenizer, "tokenizer", config.end_of_document)
         name: dict[str, Any] = {"tokenizer": tokenizer.name}
@@ -158,10 +160,6 @@ def _recipe(config: PrepareConfig, *excluded: Path) -> Inputs:
         of_ids = next((file.path for file in files if holds_ids(file.path)), None)
         require(of_ids is None, "train_bpe", config.train_bpe, f"{of_ids} has ids: give their tokenizer, --tokenizer")
         name = {"train_bpe": config.train_bpe, "train_bpe_bytes": TRAIN_BPE_BYTES}
-    named, held_out = (
-        {file.path: [file.num_bytes, file.version] for file in files if (file.split == "validation") == is_held_out}
-        for is_held_out in (False, True)
-    )
     recipe = {
         "format_version": FORMAT_VERSION,
         **name,
@@ -170,57 +168,47 @@ def _recipe(config: PrepareConfig, *excluded: Path) -> Inputs:
         "min_length": config.min_length,
         "max_length": config.max_length,
         "validation_fraction": config.validation_fraction,
-        "input": named,
+        "input": {file.path: [file.num_bytes, file.version] for file in files},
     }
     # Absent by default, so that corpora made before these options existed keep their recipe.
-    optional = {"document_separator": config.document_separator, "validation": held_out}
-    recipe |= {name: value for name, value in optional.items() if value}
-    return json.loads(json.dumps(recipe)), files, tokenizer
+    if config.document_separator:
+        recipe["document_separator"] = config.document_separator
+    if held_out:
+        recipe["validation"] = {file.path: [file.num_bytes, file.version] for file in held_out}
+    return Inputs(config, files + held_out, tokenizer, json.loads(json.dumps(recipe)))
 
 
 def _check_recipe(directory: Path, recipe: dict[str, Any]) -> None:
     """Raise `InputError` unless the directory was made or started with this recipe."""
-    file = directory / RECIPE_FILE
-    require(file.is_file(), "output", str(directory), "must be a new directory, or one made by this program")
-    old, new = ({**each, "input": [*each["input"]], **each["input"]} for each in (read_json(file), recipe))
+    saved = read_json(directory / RECIPE_FILE)
+    old, new = ({**each, "input": [*each["input"]], **each["input"]} for each in (saved, recipe))
     for name in sorted(old | new, key="input".__eq__):  # the order of the files is compared last
         found, given = (str(each.get(name))[:200] for each in (old, new))
         allowed = f"must be {found}: {directory} was made with it; for another, give a new output"
         require(old.get(name) == new.get(name), name, given, allowed)
 
 
-def _build(
-    config: PrepareConfig,
-    files: list[InputFile],
-    tokenizer: Tokenizer | None,
-    recipe: dict[str, Any],
-    output: Path,
-    work: Path,
-) -> None:
-    """Build a corpus in `work`, or resume, and rename it to `output`."""
+def _build(inputs: Inputs, work: Path) -> None:
+    """Build a corpus in `work`, or resume."""
     if work.exists() and any(work.iterdir()):
-        _check_recipe(work, recipe)
-    cut = find_cut(files, config, tokenizer)
+        _check_recipe(work, inputs.recipe)
+    cut, tokenizer, complete = find_cut(inputs), inputs.tokenizer, work / CORPUS_DIRECTORY
     work.mkdir(exist_ok=True)
-    write_json(work / RECIPE_FILE, recipe)
-    if tokenizer is None and (work / TOKENIZER_FILE).exists():
+    write_json(work / RECIPE_FILE, inputs.recipe)
+    if tokenizer is None:
+        assert inputs.config.train_bpe is not None
+        if not (work / TOKENIZER_FILE).exists():
+            save_tokenizer(train_bpe(_training_texts(inputs, cut), inputs.config.train_bpe), work)
         tokenizer = saved_tokenizer(work)
-    elif tokenizer is None:
-        assert config.train_bpe is not None
-        tokenizer = train_bpe(_training_texts(config, files, cut), config.train_bpe)
-        save_tokenizer(tokenizer, work)
-    build_corpus(work, files, config, tokenizer, fingerprint=json_digest(recipe), cut=cut)
-    complete = work / CORPUS_DIRECTORY
+    build_corpus(work, inputs._replace(tokenizer=tokenizer), cut)
     save_tokenizer(tokenizer, complete)
-    write_json(complete / RECIPE_FILE, recipe)
-    os.rename(complete, output)
-    shutil.rmtree(work)
+    write_json(complete / RECIPE_FILE, inputs.recipe)
 
 
-def _training_texts(config: PrepareConfig, files: list[InputFile], cut: int | None) -> Iterator[str]:
+def _training_texts(inputs: Inputs, cut: int | None) -> Iterator[str]:
     """Yield the first training documents, up to `TRAIN_BPE_BYTES`."""
     num_bytes = 0
-    for found in divided(files, config, None, cut):
+    for found in divided(inputs, cut):
         if found.split == "train" and isinstance(found.content, bytes):
             yield found.content.decode()
             num_bytes += len(found.content)

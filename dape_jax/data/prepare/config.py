@@ -3,21 +3,11 @@
 import dataclasses
 import os
 import re
-from typing import Literal, NamedTuple
 
 from dape_jax.command_line import flag
 from dape_jax.errors import require
 
 MAX_LENGTH = 2**30  # maximum of max_length, and the limit for raw text
-
-Skipped = Literal["filtered", "too short", "too long"]
-
-
-class Bad(NamedTuple):
-    """Record that cannot be read, or the position at which a file is damaged."""
-
-    reason: str  # category, for counts
-    detail: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +60,6 @@ class PrepareConfig:
         is_used = self.end_of_document is None or self.tokenizer not in (None, "bytes")
         require(is_used, "end_of_document", self.end_of_document, allowed)
         require(self.document_separator != "", "document_separator", "", "must be a text, or not given")
-        require(self.text_field != "", "text_field", self.text_field, "must be the name of a field")
         for where in self.where:
             is_condition = re.fullmatch(r"[^=]+=.+", where, re.DOTALL) is not None
             require(is_condition, "where", where, "must be field=value or field=value|value")
@@ -93,7 +82,3 @@ class PrepareConfig:
     def conditions(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """Fields of `where` and their accepted values, numbers and booleans as in JSON."""
         return tuple((field, tuple(values.split("|"))) for field, _, values in (w.partition("=") for w in self.where))
-
-    def skips_length(self, length: int) -> Skipped | None:
-        """Return why a document of this length is skipped, or None if it is not."""
-        return "too short" if length < self.min_length else "too long" if length > self.max_length else None

@@ -7,6 +7,7 @@ which finds the records in it.
 import bz2
 import codecs
 import contextlib
+import functools
 import glob
 import gzip
 import io
@@ -38,21 +39,13 @@ logger = logging.getLogger(__name__)
 DAMAGE = (EOFError, OSError, ValueError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 
 _WINDOW = zstd.DecompressionParameter.window_log_max.bounds()[1]  # files of `zstd --long` need more than the default
-_COMPRESSIONS: dict[str, tuple[bytes, Any]] = {  # first bytes, as a pattern, and how to open
-    ".gz": (rb"\x1f\x8b", gzip.open),
-    ".bz2": (rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", bz2.open),
-    ".xz": (rb"\xfd7zXZ\x00", lzma.open),
-    ".zst": (
-        rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
-        lambda file: zstd.open(file, options={zstd.DecompressionParameter.window_log_max: _WINDOW}),
+_COMPRESSIONS: dict[bytes, Callable[..., Any]] = {  # first bytes, as a pattern, and how to open
+    rb"\x1f\x8b": gzip.open,
+    rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.open,
+    rb"\xfd7zXZ\x00": lzma.open,
+    rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18": functools.partial(
+        zstd.open, options={zstd.DecompressionParameter.window_log_max: _WINDOW}
     ),
-}
-_MARKS = {  # byte order marks; that of UTF-32 begins with that of UTF-16
-    codecs.BOM_UTF8: None,
-    codecs.BOM_UTF32_LE: "utf-32-le",
-    codecs.BOM_UTF32_BE: "utf-32-be",
-    codecs.BOM_UTF16_LE: "utf-16-le",
-    codecs.BOM_UTF16_BE: "utf-16-be",
 }
 _HEAD_BYTES = 8192
 
@@ -64,7 +57,6 @@ class InputFile(NamedTuple):
     num_bytes: int
     version: int | str  # modification time in ns; for a remote file, fsspec's key of its version
     split: Split | None = None  # of its documents; None: chosen for each document
-    is_alone: bool = False  # no other file has the same `split`
 
 
 def find_files(paths: Iterable[str], excluded: Collection[Path] = (), field: str = "input") -> list[InputFile]:
@@ -152,37 +144,18 @@ def open_input(path: str) -> Iterator[tuple[Any, bytes]]:
         content: Any = stack.enter_context(fsspec.open(path, "rb", compression=None))
         head = _head(content.read)
         content.seek(0)
-        compressions = [suffix for suffix, (magic, _) in _COMPRESSIONS.items() if re.match(magic, head)]
-        if not (head and is_text(head)):  # else it was decompressed on its way here, and has kept its name
-            compressions += [suffix for suffix in [compression_of(path)] if suffix]
-        if compressions:
-            decompress = _COMPRESSIONS[compressions[0]][1]
+        if decompress := next((each for magic, each in _COMPRESSIONS.items() if re.match(magic, head)), None):
             head = _head(decompress(content).read1)
             content.seek(0)  # with a new decompressor: after damage, the first may return nothing
             content = stack.enter_context(decompress(content))
-        for mark, encoding in _MARKS.items():
+        if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            content = io.BytesIO(content.read().decode("utf-16").encode())
+            head = content.getvalue()[:_HEAD_BYTES]
+        elif head.startswith(codecs.BOM_UTF8) and not path.endswith(".py"):
             # Python source keeps it: the corpus of the standard library, and the results on it, would be others.
-            if head.startswith(mark) and (encoding is not None or not path.endswith(".py")):
-                content.seek(len(mark))
-                head = head[len(mark) :]
-                if encoding is not None:
-                    content = io.BytesIO(content.read().decode(encoding).encode())
-                    head = content.getvalue()[:_HEAD_BYTES]
-                break
+            content.seek(len(codecs.BOM_UTF8))
+            head = head[len(codecs.BOM_UTF8) :]
         yield content, head
-
-
-def compression_of(path: str) -> str:
-    """Return the suffix that names the compression of a file, or ""."""
-    suffix = os.path.splitext(path.lower())[1]
-    return suffix if suffix in _COMPRESSIONS else ""
-
-
-def is_text(head: bytes) -> bool:
-    """Return whether the first bytes of a file are text in UTF-8, of which the last character may be cut."""
-    with contextlib.suppress(UnicodeError):
-        return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head)
-    return False
 
 
 def _head(read: Callable[[int], bytes]) -> bytes:

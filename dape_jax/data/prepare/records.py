@@ -1,8 +1,8 @@
-"""Input files -> documents: find the records of a file, and classify these as documents, skipped or bad.
+"""Input files -> records: the texts of a file or the token ids in it, and what of it is left out.
 
-In: an `InputFile` of `inputs`. Out: its documents, from `read_documents`. Next: `splits`.
+In: an `InputFile` of `inputs`. Out: its records, from `read_records`. Next: `splits`.
 
-    content                                            documents
+    content                                            records
     JSON objects in lines (.jsonl, .ndjson, or seen)   the text field of each
     JSON array of objects with the text field          the same; also of one such object in a .json file
     parquet                                            the text field of each row
@@ -10,72 +10,86 @@ In: an `InputFile` of `inputs`. Out: its documents, from `read_documents`. Next:
     any other text                                     one, or those between separators
     binary (a NUL byte near its start)                 none; bad
 
-A record that cannot be read becomes a `Bad` with its reason, and reading continues after it.
+A record that cannot be read is left out with its reason, and reading continues after it.
 """
 
 import datetime
 import decimal
 import fractions
-import hashlib
 import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Integer
 
-from dape_jax.data.prepare.config import Bad, PrepareConfig, Skipped
-from dape_jax.data.prepare.inputs import DAMAGE, InputFile, compression_of, open_input
+from dape_jax.data.prepare.config import PrepareConfig
+from dape_jax.data.prepare.inputs import DAMAGE, InputFile, open_input
 from dape_jax.data.prepare.megatron import read_documents as read_ids
-from dape_jax.data.prepare.texts import between, in_pieces
-from dape_jax.data.store import Split
 from dape_jax.errors import InputError, require, require_package
 from dape_jax.storage import is_remote
 
-Content = bytes | Integer[np.ndarray, "_"]  # text, or token ids of a .bin file
+Content = str | bytes | Integer[np.ndarray, "_"]  # text of a record, (part of) a text file, or token ids
 
 PIECE_BYTES = 2**24  # a longer text that is a whole split is cut into documents of this length
 _LINE_BYTES = 2**26  # longest of the lines that tell lines of JSON from other text
 _WHOLE_BYTES = 2**30  # longest JSON that is not in lines
 _ROWS = 16  # rows of parquet in memory at a time
+_BLOCK = 2**20  # bytes that are read at a time to find separators
+_NEAR = 1024  # bytes before a cut in which a line break or white space is looked for
 
-Select = Callable[[Any, PrepareConfig], bytes | Skipped | Bad]
+
+class LeftOut(NamedTuple):
+    """Record that is not in the corpus, or the position at which a file is damaged."""
+
+    reason: str  # category, for counts
+    detail: str = ""
+
+    @property
+    def is_bad(self) -> bool:
+        """Return whether the record is bad. Others are skipped, because of the options."""
+        return self.reason not in ("filtered", "too short", "too long")
 
 
 # ---- the text of a record
 
 
-def select_text(record: Any, config: PrepareConfig) -> bytes | Skipped | Bad:
-    """Return the text of a record, or why it is skipped or bad."""
+def select_text(record: Any, config: PrepareConfig) -> str | LeftOut:
+    """Return the text of a record, or why it is left out."""
     for field, accepted in config.conditions:
         value = lookup(record, field)
         if not any(_matches(value, text) for text in accepted):
-            return "filtered"
-    text = lookup(record, config.text_field)
-    try:
-        if isinstance(text, str | bytes):  # bytes from parquet
-            return (text if isinstance(text, str) else text.decode()).encode()
-    except UnicodeError as error:  # half a surrogate pair is JSON, but not Unicode
-        return Bad("not Unicode", str(error))
+            is_container = isinstance(value, dict | list)
+            shown = f"a {type(value).__name__}, not compared" if is_container else _spelled(value)[:40]
+            return LeftOut("filtered", _described(record, field, shown, value))
     if not isinstance(record, dict):
-        return Bad("no text", f"a {type(record).__name__}, not an object; a .json file may have an array of objects")
-    found = f"missing; fields: {listed(record)}" if text is None else type(text).__name__
-    return Bad("no text", f"{config.text_field!r} is {found}; --text_field of dape-prepare names another field")
+        form = type(record).__name__
+        return LeftOut("no text", f"a {form}, not an object; a .json file may have an array of objects")
+    text = lookup(record, config.text_field)
+    if isinstance(text, str | bytes):  # parquet has bytes, perhaps not of UTF-8
+        return text if isinstance(text, str) else text.decode(errors="surrogateescape")
+    found = _described(record, config.text_field, type(text).__name__, text)
+    return LeftOut("no text", f"{found}; --text_field of dape-prepare names another field")
 
 
 def lookup(record: Any, field: str) -> Any:
     """Return the value of a field, or None: its name as it is, or else with dots that descend into objects."""
     if not isinstance(record, dict) or field in record:
         return record[field] if isinstance(record, dict) else None
-    dots = (i for i, char in enumerate(field) if char == ".")
-    found = (lookup(record[field[:i]], field[i + 1 :]) for i in dots if field[:i] in record)
-    return next((value for value in found if value is not None), None)
+    first, _, rest = field.partition(".")
+    return lookup(record.get(first), rest) if rest else None
 
 
-def spelled(value: Any) -> str:
+def _described(record: Any, field: str, shown: str, value: Any) -> str:
+    """Return the value of a field, or the names of the fields that there are, for messages."""
+    names = ", ".join(map(str, itertools.islice(record, 20))) if isinstance(record, dict) else ""
+    return f"{field!r} is {shown}" if value is not None else f"{field!r} is missing; fields: {names or 'none'}"
+
+
+def _spelled(value: Any) -> str:
     """Return a value as `where` gives it: as in JSON, text without quotes, a date or time in ISO 8601."""
     value = value.decode(errors="replace") if isinstance(value, bytes) else value
     return json.dumps(value) if isinstance(value, bool | int | float | None) else str(value)
@@ -83,7 +97,7 @@ def spelled(value: Any) -> str:
 
 def _matches(value: Any, text: str) -> bool:
     """Return whether a value is the one in `where`, perhaps spelled otherwise."""
-    if text == spelled(value):
+    if text == _spelled(value):
         return True
     try:
         if isinstance(value, datetime.datetime):
@@ -95,22 +109,7 @@ def _matches(value: Any, text: str) -> bool:
         return False
 
 
-def listed(names: Iterable[Any]) -> str:
-    """Return the first names of fields as text."""
-    return ", ".join(str(name) for name in itertools.islice(names, 20)) or "none"
-
-
 # ---- the records of a file
-
-
-def split_of(document: bytes, validation_fraction: float) -> Split:
-    """Return the split of a document, which depends only on a hash of its content.
-
-    Copies of a document are therefore always in the same split, independent of their names, locations and order. A
-    document is its text, or its token ids as bytes.
-    """
-    hash_in_64_bits = int.from_bytes(hashlib.sha256(document).digest()[:8])
-    return "validation" if hash_in_64_bits < validation_fraction * 2**64 else "train"
 
 
 def holds_ids(path: str) -> bool:
@@ -120,112 +119,93 @@ def holds_ids(path: str) -> bool:
     return is_pair and (is_remote(path) or all(os.path.exists(prefix + each) for each in (".bin", ".idx")))
 
 
-def is_text(file: InputFile, config: PrepareConfig) -> bool:
-    """Return whether a file is text, not records or ids."""
-    try:
-        with open_input(file.path) as (content, head):
-            return not holds_ids(file.path) and _format(file.path, content, head, config)[0] == "text"
-    except DAMAGE:
-        return False
+def read_records(file: InputFile, config: PrepareConfig, is_alone: bool) -> Iterator[tuple[int, Content | LeftOut]]:
+    """Yield every record of a file, in order: its number from 1, and its content or why it is left out.
 
-
-def read_documents(
-    file: InputFile, config: PrepareConfig, select: Select = select_text
-) -> Iterator[tuple[int, Content | Skipped | Bad]]:
-    """Yield every record of a file, in order: its number from 1, and its content, why it is skipped, or why it is bad.
-
-    The number is that of the line, the row of parquet, the document of a .bin file or of a text. Lengths are not
-    checked. `select` returns the text of a JSON value or a row of parquet; by default, as `config` says.
+    The number is that of the line, the row of parquet, the document of a .bin file or of a text. Lengths and the
+    encoding are not checked. A text file is read in pieces if it `is_alone` in its split.
 
     Raises:
-        InputError: the file cannot be read. (A file with damaged content gives a `Bad`.)
+        InputError: the file cannot be read. (Damaged content is left out.)
     """
     is_local = not (holds_ids(file.path) and is_remote(file.path))
     require(is_local, "input", file.path, "must be on a local disk with its .idx: token ids are mapped into memory")
     number = 0
     try:
-        for number, found in enumerate(_records(file, config, select), 1):
+        for number, found in enumerate(_records(file.path, config, is_alone), 1):
             if found is not None:
                 yield number, found
-    except ModuleNotFoundError:
-        require_package("pyarrow", "parquet", "input", file.path)
-        raise
     except DAMAGE as error:
         if isinstance(error, OSError) and (error.errno is not None or is_remote(file.path)):
             raise InputError(f"{file.path}: cannot be read: {error}") from error
         reason = "not Unicode" if isinstance(error, UnicodeError) else "damaged file"
-        yield number + 1, Bad(reason, f"{type(error).__name__}: {error}")
+        yield number + 1, LeftOut(reason, f"{type(error).__name__}: {error}")
 
 
-def _records(file: InputFile, config: PrepareConfig, select: Select) -> Iterator[Content | Skipped | Bad | None]:
+def _records(path: str, config: PrepareConfig, is_alone: bool) -> Iterator[Content | LeftOut | None]:
     """Yield the records of a file, and None for a blank line."""
-    if holds_ids(file.path) and not config.where:
-        yield from read_ids(file.path)
+    if holds_ids(path) and not config.where:
+        yield from read_ids(path)
         return
-    with open_input(file.path) as (content, head):
+    with open_input(path) as (content, head):
         if head.startswith(b"version https://git-lfs.github.com/spec/"):
-            yield Bad("not downloaded", "a pointer of git-lfs: `git lfs pull` replaces it by the file")
+            yield LeftOut("not downloaded", "a pointer of git-lfs: `git lfs pull` replaces it by the file")
             return
-        form, begin = _format(file.path, content, head, config)
-        text = b"".join(begin) if form == "text" else b""
+        start, form = content.tell(), _format(path, content, head, config)
+        content.seek(start)
+        if form == "array":
+            found = _parse(content.read(_WHOLE_BYTES))
+            values = found if isinstance(found, list) else [found]
+            if isinstance(lookup(values[0], config.text_field), str):
+                yield from (select_text(value, config) for value in values)
+                return
+            content.seek(start)  # JSON without the text field is text
         if form == "parquet":
-            for row in _rows(content, config):
-                yield select(row, config)
+            yield from (select_text(row, config) for row in _rows(path, content, config))
         elif form == "lines":
-            for line in itertools.chain(begin, content):
-                record = None if line.isspace() else _parse(line)
-                yield record if line.isspace() or isinstance(record, Bad) else select(record, config)
-        elif form == "array":
-            for record in begin:
-                yield select(record, config)
+            for line in content:
+                value = None if line.isspace() else _parse(line)
+                yield value if line.isspace() or isinstance(value, LeftOut) else select_text(value, config)
         elif config.where:
-            yield "filtered"  # a text has no fields, so none match
+            yield LeftOut("filtered", "a text has no fields")
         elif form == "binary":
             others = "give text in UTF-8, JSON lines or parquet; archives are not unpacked"
             flat = "it has no .idx, and token files without one are not supported"
-            yield Bad("binary file", f"a NUL byte: {flat if file.path.lower().endswith('.bin') else others}")
+            yield LeftOut("binary file", f"a NUL byte: {flat if path.lower().endswith('.bin') else others}")
         elif config.separator is not None:
-            yield from between(content, text, config.separator, config.max_length)
-        elif file.is_alone:
-            yield from in_pieces(content, text, min(config.max_length, PIECE_BYTES))
+            yield from between(content, config.separator, config.max_length)
+        elif is_alone:
+            yield from _pieces(content, min(config.max_length, PIECE_BYTES))
         else:
-            yield text + content.read(max(0, config.max_length + 1 - len(text)))
+            yield content.read(config.max_length + 1)
 
 
-def _format(path: str, content: Any, head: bytes, config: PrepareConfig) -> tuple[str, list[Any]]:
-    """Return the format of a file: "parquet", "binary", "lines", "array" or "text"; and the part that was read.
+def _format(path: str, content: Any, head: bytes, config: PrepareConfig) -> str:
+    """Return the format of a file: "parquet", "binary", "lines", "text", or "array" (perhaps also one object, or text).
 
-    This is all values of an array (one for a single object), and lines of the others.
+    The position in `content` may have changed.
     """
-    name = path.lower().removesuffix(compression_of(path))
+    name = re.sub(r"\.(gz|bz2|xz|zst)$", "", path.lower())
     if (head.startswith(b"PAR1") and b"\0" in head) or name.endswith(".parquet"):
-        return "parquet", []
+        return "parquet"
     if name.endswith((".jsonl", ".ndjson")):
-        return "lines", []
+        return "lines"
     if b"\0" in head:
-        return "binary", []
-    if not re.match(rb"\s*(\[\s*)?\{", head):
-        return "text", []
-    begin: list[bytes] = []
-    is_json = name.endswith(".json")
-    if not re.match(rb"\s*\[", head):
-        # The first two lines tell lines of JSON from one object on several lines, and from a file about something else.
-        while sum(not line.isspace() for line in begin) < 2 and (line := content.readline(_LINE_BYTES)):
-            begin.append(line)
-        records = [_parse(line) for line in begin if not line.isspace()]
-        are_objects = all(isinstance(record, dict) for record in records)
-        has_text = isinstance(lookup(records[0], config.text_field), str)
-        if (has_text or len(records) == 2) if is_json and are_objects else has_text and (is_json or are_objects):
-            return "lines", begin
-        if not is_json:
-            return "text", begin
-    text = b"".join([*begin, content.read(_WHOLE_BYTES)])
-    found = _parse(text)
-    values = found if isinstance(found, list) else [found]
-    return ("array", values) if isinstance(lookup(values[0], config.text_field), str) else ("text", [text])
+        return "binary"
+    if not re.match(rb"\s*\{", head):
+        return "array" if re.match(rb"\s*\[\s*\{", head) else "text"
+    # The first two lines tell lines of JSON from one object on several lines, and from a file about something else.
+    lines = (line for line in iter(lambda: content.readline(_LINE_BYTES), b"") if not line.isspace())
+    records = [_parse(line) for line in itertools.islice(lines, 2)]
+    are_objects, is_json = all(isinstance(record, dict) for record in records), name.endswith(".json")
+    has_text = isinstance(lookup(records[0], config.text_field), str)
+    if (has_text or len(records) == 2) if is_json and are_objects else has_text and (is_json or are_objects):
+        return "lines"
+    return "array" if is_json else "text"
 
 
-def _rows(content: Any, config: PrepareConfig) -> Iterator[dict[str, Any]]:
+def _rows(path: str, content: Any, config: PrepareConfig) -> Iterator[dict[str, Any]]:
+    require_package("pyarrow", "parquet", "input", path)
     from pyarrow import parquet  # large, and needed only here
 
     fields = [config.text_field, *(field for field, _ in config.conditions)]
@@ -239,13 +219,46 @@ def _rows(content: Any, config: PrepareConfig) -> Iterator[dict[str, Any]]:
 
 
 def _parse(line: bytes) -> Any:
-    """Return a JSON value, or a `Bad`."""
+    """Return a JSON value, or why it is left out."""
     try:
-        try:
-            return json.loads(line)
-        except ValueError:  # perhaps an integer longer than Python converts
-            return json.loads(line, parse_int=str)
-    except RecursionError as error:
-        return Bad("nested too deeply", str(error))
-    except ValueError as error:
-        return Bad("not JSON", str(error))
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return LeftOut("not JSON", str(error))
+
+
+# ---- the parts of a text
+
+
+def between(content: Any, separator: bytes, max_length: int) -> Iterator[bytes | LeftOut]:
+    """Yield the parts of a text between separators, without line breaks next to these and without blank parts."""
+    rest, is_too_long, is_end = b"", False, False
+    while not is_end:
+        # More is read while there is no separator: otherwise the time is quadratic.
+        block = content.read(max(_BLOCK, len(rest)))
+        is_end = not block
+        *parts, rest = (rest + block).split(separator)
+        for part in [*parts, rest] if is_end else parts:
+            if is_too_long or part.strip():
+                yield LeftOut("too long") if is_too_long else part.strip(b"\r\n")
+            is_too_long = False
+        if len(rest) > max_length + len(separator):
+            rest, is_too_long = rest[-len(separator) :], True
+
+
+def _pieces(content: Any, length: int) -> Iterator[bytes]:
+    """Yield a text in pieces of at most `length` bytes, cut at line breaks."""
+    rest = b""
+    while len(text := rest + content.read(length + 1 - len(rest))) > length:
+        at = cut_before(text, length)
+        yield text[:at]
+        rest = text[at:]
+    yield text
+
+
+def cut_before(text: bytes, end: int) -> int:
+    """Return a position of a text in (0, end] to cut it: after a line break or white space, or between characters."""
+    begin = max(0, end - _NEAR)
+    for pattern in (rb"(?s).*\n", rb"(?s).*\s"):
+        if match := re.match(pattern, text[begin:end]):
+            return begin + match.end()
+    return next((at for at in range(end, max(0, end - 4), -1) if text[at] & 0xC0 != 0x80), end)  # begins a character

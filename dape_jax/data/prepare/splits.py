@@ -5,22 +5,23 @@ In: input files. Out: documents, each with its split, from `divided`. Next: `bui
 The first of these rules that applies divides a corpus:
 
 1. The user names the files of the validation split.
-2. A hash of each document's content (`records.split_of`) decides.
+2. A hash of each document's content (`split_of`) decides.
 3. The input is one text, or the hash leaves a split without documents, as it may with few: the end of the input is held
    out, and the document there is cut.
 """
 
+import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Integer
 
-from dape_jax.data.prepare.config import Bad, PrepareConfig, Skipped
+from dape_jax.data.prepare.config import PrepareConfig
 from dape_jax.data.prepare.inputs import InputFile
-from dape_jax.data.prepare.records import Content, is_text, listed, lookup, read_documents, spelled, split_of
-from dape_jax.data.prepare.texts import cut_before
+from dape_jax.data.prepare.records import Content, LeftOut, cut_before, read_records
 from dape_jax.data.store import SPLITS, Split
 from dape_jax.data.tokenizers import END_TOKENS, Bytes, Tokenizer
 from dape_jax.errors import InputError
@@ -28,134 +29,137 @@ from dape_jax.errors import InputError
 logger = logging.getLogger(__name__)
 
 _SEPARATOR = END_TOKENS[0]  # usual between the documents of a text file
-_SHOWN = 5  # values of a field in a message
+_SHOWN = 5  # details in a message
+
+
+class Inputs(NamedTuple):
+    """Input of a preparation."""
+
+    config: PrepareConfig
+    files: list[InputFile]
+    tokenizer: Tokenizer | None  # None: it will be trained on the texts
+    recipe: dict[str, Any]  # everything that the result depends on, as JSON
 
 
 class Found(NamedTuple):
-    """Record of an input file."""
+    """Document of an input file, or what is left out of it."""
 
     file: int  # index
-    number: int  # in the file, from 1
-    content: Content | Skipped | Bad
+    number: int  # of the record in the file, from 1
+    content: bytes | Integer[np.ndarray, "_"] | LeftOut  # text in UTF-8 unless the tokenizer is `Bytes`, or token ids
     split: Split | None  # of a document
+    is_text: bool  # from a text file
 
 
-def divided(
-    files: list[InputFile], config: PrepareConfig, tokenizer: Tokenizer | None, cut: int | None = None
-) -> Iterator[Found]:
-    """Yield the records of files; ids without the end_of_document that they may have.
+def divided(inputs: Inputs, cut: int | None = None, start: int = 0) -> Iterator[Found]:
+    """Yield the documents of `files[start:]`, and what is left out; ids without the end_of_document that they may have.
 
-    `tokenizer` is None if it will be trained on the texts. `cut` is the length of the documents before the held-out
-    end, in bytes or ids, or None if the other rules apply.
+    `cut` is the length of the documents before the held-out end, in bytes or ids, or None if the other rules apply.
     """
-    position = 0
-    for index, file in enumerate(files):
-        for number, content in read_documents(file, config):
-            if isinstance(content, np.ndarray) and len(content) and tokenizer:
-                content = content[:-1] if content[-1] == tokenizer.end_of_document else content
-            if isinstance(content, bytes) and not isinstance(tokenizer, Bytes):
-                try:
-                    content.decode()
-                except UnicodeError as error:
-                    content = Bad("cannot be encoded", str(error))
-            if isinstance(content, str | Bad):
-                yield Found(index, number, content, None)
-            elif reason := config.skips_length(len(content)):
-                yield Found(index, number, reason, None)
+    config, files, tokenizer, _ = inputs
+    num_files, position = Counter(file.split for file in files), 0
+    for index, file in enumerate(files[start:], start):
+        for number, record in read_records(file, config, is_alone=num_files[file.split] == 1):
+            content, is_text = _checked(record, config, tokenizer), isinstance(record, bytes)
+            if isinstance(content, LeftOut):
+                yield Found(index, number, content, None, is_text)
             elif cut is None:
                 key = content if isinstance(content, bytes) else content.astype("<i8").tobytes()
                 split = file.split or split_of(key, config.validation_fraction)
-                yield Found(index, number, content, split)
+                yield Found(index, number, content, split, is_text)
             else:
                 at, position = min(max(0, cut - position), len(content)), position + len(content)
                 if isinstance(content, bytes) and 0 < at < len(content):
                     at = cut_before(content, at)
-                if at > 0:
-                    yield Found(index, number, content[:at], "train")
-                if at < len(content):
-                    yield Found(index, number, content[at:], "validation")
+                for part, split in zip((content[:at], content[at:]), SPLITS, strict=True):
+                    if len(part):
+                        yield Found(index, number, part, split, is_text)
 
 
-def find_cut(files: list[InputFile], config: PrepareConfig, tokenizer: Tokenizer | None) -> int | None:
+def _checked(
+    record: Content | LeftOut, config: PrepareConfig, tokenizer: Tokenizer | None
+) -> bytes | Integer[np.ndarray, "_"] | LeftOut:
+    """Return the document of a record, or why it is left out."""
+    if isinstance(record, LeftOut):
+        return record
+    try:
+        if isinstance(record, bytes) and not isinstance(tokenizer, Bytes):
+            record.decode()
+        content = record.encode() if isinstance(record, str) else record
+    except UnicodeError as error:  # half a surrogate pair is JSON, but not Unicode
+        return LeftOut("not Unicode", str(error))
+    if isinstance(content, np.ndarray) and len(content) and tokenizer and content[-1] == tokenizer.end_of_document:
+        content = content[:-1]
+    if config.min_length <= len(content) <= config.max_length:
+        return content
+    return LeftOut("too short" if len(content) < config.min_length else "too long")
+
+
+def split_of(document: bytes, validation_fraction: float) -> Split:
+    """Return the split of a document, which depends only on a hash of its content.
+
+    Copies of a document are therefore always in the same split, independent of their names, locations and order. A
+    document is its text, or its token ids as bytes.
+    """
+    hash_in_64_bits = int.from_bytes(hashlib.sha256(document).digest()[:8])
+    return "validation" if hash_in_64_bits < validation_fraction * 2**64 else "train"
+
+
+def find_cut(inputs: Inputs) -> int | None:
     """Return `cut` for `divided`. Read documents until both splits have one.
 
     Raises:
         InputError: there are no documents, or none in the files that the user named for validation.
     """
+    config, files = inputs.config, inputs.files
+    for split, field in zip(SPLITS, ("input", "validation"), strict=True):
+        if named := [file for file in files if file.split == split]:
+            next(_documents(inputs._replace(files=named), field))
     if config.validation:
-        for split, field in zip(SPLITS, ("input", "validation"), strict=True):
-            next(_documents([file for file in files if file.split == split], config, tokenizer, field))
-        return None
-    if not 0 < config.validation_fraction < 1:
-        next(_documents(files, config, tokenizer, "input"))
         return None
     splits, total, is_separated = set(), 0, False
-    is_one_text = len(files) == 1 and config.separator is None and is_text(files[0], config)
-    for split, number, length in _documents(files, config, tokenizer, "input"):
-        splits.add(split)
-        total += length
-        is_separated |= number > 1
-        if len(splits) == len(SPLITS) and not is_one_text:
+    for found in _documents(inputs, "input"):
+        splits.add(found.split)
+        total += len(found.content)
+        is_separated |= found.number > 1
+        is_one_text = found.is_text and len(files) == 1 and config.separator is None
+        if not 0 < config.validation_fraction < 1 or (len(splits) == len(SPLITS) and not is_one_text):
             return None
     if config.separator and not is_separated:
         logger.warning("document_separator = %r: separates nothing in the input", config.document_separator)
     return min(max(1, round(total * (1 - config.validation_fraction))), total - 1)
 
 
-def _documents(
-    files: list[InputFile], config: PrepareConfig, tokenizer: Tokenizer | None, field: str
-) -> Iterator[tuple[Split | None, int, int]]:
-    """Yield split, number and length of the documents of files. Warn if the first is text that may have several.
+def _documents(inputs: Inputs, field: str) -> Iterator[Found]:
+    """Yield the documents of files. Warn if the first is text that may have several.
 
     Raises:
-        InputError: there are none. The message names `field`.
+        InputError: there are none. The message names `field`, and why the first records are left out.
     """
-    left_out, first, is_empty = Counter(), "", True
-    for found in divided(files, config, tokenizer):
-        content = found.content
-        if isinstance(content, str):
-            left_out[content] += 1
-        elif isinstance(content, Bad):
-            left_out[content.reason] += 1
-            first = first or f"; {files[found.file].path}: {found.number}: {content.detail}"
-        else:
-            file = files[found.file]
-            if is_empty and isinstance(content, bytes) and is_text(file, config):
-                if (count := content.count(_SEPARATOR.encode())) > 1:
-                    flag = f"--document_separator='{_SEPARATOR}' (in training, --config.data.document_separator)"
-                    logger.warning("%s has %d times %s: %s divides it", file.path, count, _SEPARATOR, flag)
-                if file.is_alone and file.path.lower().endswith((".json", ".csv", ".tsv")):
-                    advice = "records are read from JSON lines, parquet and JSON arrays of objects"
-                    logger.warning("%s is read as text, without the field %r: %s", file.path, config.text_field, advice)
-            is_empty = False
-            yield found.split, found.number, len(content)
+    config, files = inputs.config, inputs.files
+    reasons, details, first, is_empty = Counter(), dict[str, None](), "", True
+    for found in divided(inputs):
+        file, content = files[found.file], found.content
+        if isinstance(content, LeftOut):
+            reasons[content.reason] += 1
+            if content.detail and len(details) < _SHOWN:
+                first = first or f"; {file.path}: {found.number}: "
+                details[content.detail] = None
+            continue
+        if is_empty and found.is_text and isinstance(content, bytes):
+            if (count := content.count(_SEPARATOR.encode())) > 1:
+                flag = f"--document_separator='{_SEPARATOR}' (in training, --config.data.document_separator)"
+                logger.warning("%s has %d times %s: %s divides it", file.path, count, _SEPARATOR, flag)
+            if len(files) == 1 and file.path.lower().endswith((".json", ".csv", ".tsv")):
+                advice = "records are read from JSON lines, parquet and JSON arrays of objects"
+                logger.warning("%s is read as text, without the field %r: %s", file.path, config.text_field, advice)
+        is_empty = False
+        yield found
     if is_empty:
-        first = f"; {why_filtered(files, config)}" if left_out["filtered"] else first
         paths = ",".join(getattr(config, field))
-        raise InputError(f"{field} = {paths!r}: no documents found: {described(left_out)}{first}")
+        raise InputError(f"{field} = {paths!r}: no documents found: {described(reasons)}{first}{'; '.join(details)}")
 
 
-def why_filtered(files: list[InputFile], config: PrepareConfig) -> str:
-    """Return why no record matches `where`: the values of its fields, and the names of all fields."""
-    values: dict[str, dict[str, None]] = {field: {} for field, _ in config.conditions}
-    names: dict[str, None] = {}
-
-    def collect(record: Any, config: PrepareConfig) -> Skipped:
-        names.update(dict.fromkeys(record if isinstance(record, dict) else ()))
-        for field, shown in values.items():
-            if (value := lookup(record, field)) is not None and len(shown) < _SHOWN:
-                is_container = isinstance(value, dict | list)
-                shown[f"a {type(value).__name__}, not compared" if is_container else spelled(value)[:40]] = None
-        return "filtered"
-
-    for file in files:
-        for _ in read_documents(file, config, collect):
-            pass
-    found = [f"{field!r} is {' or '.join(shown) or 'in no record'}" for field, shown in values.items()]
-    return f"{', '.join(found)}; fields: {listed(names)}"
-
-
-def described(*counts: Counter[str]) -> str:
+def described(counts: Mapping[str, int]) -> str:
     """Return counts by reason as text: "3 filtered, 1 not JSON"."""
-    found = sum(counts, Counter())
-    return ", ".join(f"{count:,} {reason}" for reason, count in found.items()) or "none"
+    return ", ".join(f"{count:,} {reason}" for reason, count in counts.items()) or "none"
