@@ -31,7 +31,8 @@ from dape_jax.command_line import flag
 from dape_jax.data.store import TokenStore
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import require
-from dape_jax.evaluation.perplexity import NllByLength, ScoredWindow, compile_lengths, score_windows
+from dape_jax.evaluation.perplexity import ScoredWindow, compile_lengths, score_windows
+from dape_jax.evaluation.statistics import NllByLength
 from dape_jax.evaluation.trained import restore
 from dape_jax.model.processors import DapeConfig
 from dape_jax.model.transformer import Params, flat_params

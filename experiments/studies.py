@@ -11,7 +11,7 @@ from dape_jax.config import RunConfig
 from dape_jax.data.store import TokenStore
 from dape_jax.evaluation import report
 from dape_jax.evaluation.perplexity import ScoredWindow, choose_windows, common_text
-from dape_jax.evaluation.statistics import bootstrap_interval, ratio_of_sums
+from dape_jax.evaluation.statistics import over_seeds
 from dape_jax.evaluation.trained import TrainedModel, named_apart, read_trained
 from dape_jax.provenance import make_results_directory
 from dape_jax.storage import to_path
@@ -64,7 +64,8 @@ def interval(
     documents: Int[np.ndarray, "windows"], sums: Float64[np.ndarray, "windows"], counts: Any = None
 ) -> dict[str, float | None]:
     """Return the 95 % bootstrap interval, over documents, of sum(sums) / sum(counts); counts are 1 by default."""
-    low, high = bootstrap_interval(documents, (sums, np.ones_like(sums) if counts is None else counts), ratio_of_sums)
+    counts = np.ones_like(sums) if counts is None else counts
+    ((_, low, high),) = over_seeds(documents, (sums[None, :, None],), counts[:, None], np.divide)
     return {"low": low, "high": high}
 
 

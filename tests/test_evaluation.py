@@ -36,7 +36,7 @@ from dape_jax.evaluation import figures, perplexity, programs, report, statistic
 from dape_jax.evaluation.comparison import compare, methods_of
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.perplexity import choose_windows, compile_lengths, score_windows, window_batch
-from dape_jax.evaluation.programs import model_at, padded_batches, predicted_bytes, run_in_batches
+from dape_jax.evaluation.programs import model_at, padded_batches, predicted_bytes
 from dape_jax.evaluation.report import ReportPaths
 from dape_jax.evaluation.trained import TrainedModel, corpora_of, named_apart, read_trained
 from dape_jax.model.transformer import model_structure
@@ -57,7 +57,6 @@ def evaluate(
 
 @pytest.fixture(scope="module")
 def runs(trained_runs) -> list[Path]:
-    """Two trained runs on the same text."""
     return trained_runs
 
 
@@ -69,7 +68,7 @@ def read_runs(directory: Path, stem: str = "lengths") -> list[dict[str, Any]]:
 def untrained(trained_root: Path, **changes: Any) -> TrainedModel:
     """Return a model without a checkpoint."""
     run = RunConfig.from_dict(tiny.spec(trained_root, **{"model__num_layers": 1} | changes))
-    return TrainedModel(epath.Path("test"), 0, run, "", run.mesh)
+    return TrainedModel("test", epath.Path("test"), 0, run, "", run.mesh)
 
 
 def store_of(lengths: list[int]) -> TokenStore:
@@ -80,25 +79,6 @@ def store_of(lengths: list[int]) -> TokenStore:
 
 
 # ---- windows and batches
-
-
-@pytest.mark.parametrize("num_rows", [1, 7, 16])
-def test_rows_in_batches_are_each_run_once_and_padding_is_dropped(num_rows):
-    progress, seen = [], []
-
-    def make_batch(rows: np.ndarray) -> dict[str, np.ndarray]:
-        seen.append(len(rows))
-        return {"inputs": np.stack([rows, rows + 100], axis=1).astype(np.int32)}
-
-    def step(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return batch["inputs"] * 2, batch["inputs"].sum(axis=1)
-
-    options = {"num_rows": num_rows, "batch_size": 8, "mesh": make_mesh(ALL), "progress": progress.append}
-    doubled, sums = run_in_batches(step, make_batch, **options)
-    np.testing.assert_array_equal(doubled, 2 * np.stack([np.arange(num_rows), np.arange(num_rows) + 100], axis=1))
-    np.testing.assert_array_equal(sums, 2 * np.arange(num_rows) + 100)
-    assert set(seen) == {8}
-    assert sum(progress) == num_rows
 
 
 @settings(deadline=None, max_examples=50)
@@ -156,18 +136,39 @@ def test_bytes_of_the_scored_tokens_are_counted():
     store = store_of([40, 40])
     windows = choose_windows(store, 16, 4)
     for window in windows:
-        np.testing.assert_array_equal(
-            window.scored(store, 5), window_batch(store, [window], 16, np.arange(1))["targets"][0, -5:]
-        )
-    assert perplexity.scored_bytes(store, windows, 5) == 5 * [window.document for window in windows].count(0) > 0
+        assert window.scored(5) == slice(-5, None)
+    num_bytes = perplexity.scored_bytes(store, windows, 16, 5)
+    assert num_bytes == 5 * [window.document for window in windows].count(0) > 0
+    scores = statistics.scores_by_length(np.arange(4), {16: np.full((4, 5), math.log(2))})._replace(
+        num_bytes=[num_bytes]
+    )
+    assert statistics.lengths_of(scores, 8)["lengths"][0]["bits_per_byte"] == pytest.approx(4 * 5 / num_bytes)
     for first in (None, 7):
         strided = perplexity.strided_windows(store, 16, 8, first)
-        scored = np.concatenate([window.scored(store, 16) for window in strided if window.document == 0])
-        assert scored.tolist() == list(range(1 if first is None else 0, 39))
-    assert statistics.bits_per_byte(math.log(2) * 6, 3) == {"bits_per_byte": pytest.approx(2), "num_bytes": 3}
+        targets = window_batch(store, strided, 16, np.arange(len(strided)))["targets"]
+        scored = perplexity.mask_unscored(targets, strided)[[window.document == 0 for window in strided]]
+        assert scored.compressed().tolist() == list(range(1 if first is None else 0, 39))
 
 
 # ---- statistics
+
+
+def result_of(
+    stem: str, documents: np.ndarray, nll_by_length: dict[int, np.ndarray], train_length: int = 8
+) -> dict[str, Any]:
+    """Return the result of one run."""
+    make = statistics.scores_by_position if stem == "positions" else statistics.scores_by_length
+    return statistics.RESULTS[stem](make(documents, nll_by_length), train_length)
+
+
+def length_result(documents: np.ndarray, nll: np.ndarray) -> dict[str, Any]:
+    (result,) = result_of("lengths", documents, {7: nll})["lengths"]
+    return result
+
+
+def positions_result(nll: np.ndarray, train_length: int) -> dict[str, Any]:
+    """Return the loss by position of windows of different documents."""
+    return result_of("positions", np.arange(len(nll)), {nll.shape[1]: nll}, train_length)["positions"]
 
 
 @settings(deadline=None, max_examples=30)
@@ -175,7 +176,7 @@ def test_bytes_of_the_scored_tokens_are_counted():
 def test_perplexity_is_of_the_sum(rows, tokens_each):
     """Perplexity is exp(sum of nll / number of tokens), not a mean of perplexities; the interval contains it."""
     documents, nlls = np.array([document for document, _ in rows]), np.array([nll for _, nll in rows])
-    result = statistics.length_result(7, documents, np.outer(nlls, np.full(tokens_each, 1 / tokens_each)))
+    result = length_result(documents, np.outer(nlls, np.full(tokens_each, 1 / tokens_each)))
     assert result["perplexity"] == pytest.approx(math.exp(nlls.sum() / (len(rows) * tokens_each)))
     assert result["num_tokens"] == len(rows) * tokens_each
     assert result["num_documents"] == len({document for document, _ in rows})
@@ -192,40 +193,32 @@ def test_intervals_are_those_of_95_per_cent(windows_each):
     rng, num = np.random.default_rng(0), 300
     nll = np.repeat(2.0 + rng.standard_normal(num), windows_each)
     documents = np.repeat(np.arange(num), windows_each)
-    result = statistics.length_result(7, documents, nll[:, None])
+    result = length_result(documents, nll[:, None])
     error = nll.std() / math.sqrt(num)
     for bound, sign in (("low", -1), ("high", 1)):
         assert math.log(result[bound]) == pytest.approx(nll.mean() + sign * 1.96 * error, abs=0.15 * error)
-    # Every interval can be computed again from the file.
-    again = np.array(result["window_nats"])[:, None]
-    assert statistics.length_result(7, documents, again) == result
+    assert length_result(documents, np.array(result["window_nats"])[:, None]) == result  # computed again from the file
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 300), st.integers(1, 5), st.integers(1, 100), st.integers(0, 2**32 - 1))
 def test_bins_are_means_of_what_was_measured(length, num_windows, train_length, seed):
     nll = np.random.default_rng(seed).exponential(size=(num_windows, length))
-    positions, ends = (
-        statistics.positions_result(np.arange(num_windows), nll, train_length),
-        statistics.bin_ends(length),
-    )
-    assert [each["last"] for each in positions["bins"]] == ends.tolist()
+    positions = positions_result(nll, train_length)
+    bins, ends = positions["bins"], [each["last"] for each in positions["bins"]]
     assert (np.diff(ends) > 0).all()
-    assert {2**octave for octave in range(length.bit_length())} | {length} <= set(ends.tolist())
-    for each in positions["bins"]:
+    assert {2**octave for octave in range(length.bit_length())} | {length} <= set(ends)
+    for each in bins:
         measured = nll[:, each["first"] - 1 : each["last"]]
         assert each["num_tokens"] == measured.size
         assert each["nll_nats"] == pytest.approx(measured.mean())
-        near = [
-            b
-            for b in positions["bins"]
-            if abs(math.log2(b["last"] / each["last"])) <= statistics.SMOOTHED_OCTAVES + 1e-9
-        ]
+        widest = statistics.SMOOTHED_OCTAVES + 1e-9
+        near = [other for other in bins if abs(math.log2(other["last"] / each["last"])) <= widest]
         smoothed = nll[:, near[0]["first"] - 1 : near[-1]["last"]].mean()
         assert each["smoothed_nats"] == pytest.approx(smoothed)
         assert each["excess_nats"] == pytest.approx(smoothed - positions["reference_nats"])
     trained = min(train_length, length)
-    around = [b for b in positions["bins"] if b["first"] > trained // 2 and b["last"] <= trained]
+    around = [each for each in bins if each["first"] > trained // 2 and each["last"] <= trained]
     assert positions["reference_nats"] == pytest.approx(nll[:, around[0]["first"] - 1 : around[-1]["last"]].mean())
     assert (positions["breaks_at"] is None) or positions["breaks_at"] > train_length
 
@@ -234,20 +227,20 @@ def test_bins_are_means_of_what_was_measured(length, num_windows, train_length, 
 def test_a_break_is_found_and_noise_is_not_a_break(breaks_at):
     """Find a loss that rises by twice the margin at a position, with noise ten times as large."""
     nll = np.random.default_rng(0).normal(2.0, 10 * statistics.MARGIN_NATS, (64, 1024))
-    assert statistics.positions_result(np.arange(64), nll, 64)["breaks_at"] is None
+    assert positions_result(nll, 64)["breaks_at"] is None
     nll[:, breaks_at - 1 :] += 2 * statistics.MARGIN_NATS
-    found = statistics.positions_result(np.arange(64), nll, 64)["breaks_at"]
     # The smoothed curve exceeds the margin when half of its window is beyond the break.
-    assert breaks_at * 2**-statistics.SMOOTHED_OCTAVES < found < breaks_at * 2**statistics.SMOOTHED_OCTAVES
+    octaves = math.log2(positions_result(nll, 64)["breaks_at"] / breaks_at)
+    assert abs(octaves) < statistics.SMOOTHED_OCTAVES
 
 
 @pytest.mark.parametrize("first_nan", [40, 200])
 def test_positions_whose_loss_is_nan_are_where_a_model_breaks(first_nan):
     """NaN does not change the smoothed loss of earlier positions."""
     nll = np.random.default_rng(0).normal(2.0, 0.1, (8, 256))
-    expected = statistics.positions_result(np.arange(8), nll, 64)
+    expected = positions_result(nll, 64)
     nll[3, first_nan - 1 :] = np.nan
-    found = statistics.positions_result(np.arange(8), nll, 64)
+    found = positions_result(nll, 64)
     assert expected["breaks_at"] is None
     assert max(65, first_nan * 2**-statistics.SMOOTHED_OCTAVES) <= found["breaks_at"] <= max(65, first_nan)
     for bin_found, bin_expected in zip(found["bins"], expected["bins"], strict=True):
@@ -256,19 +249,20 @@ def test_positions_whose_loss_is_nan_are_where_a_model_breaks(first_nan):
         assert bin_found["smoothed_nats"] == bin_expected["smoothed_nats"] or not is_before
 
 
-@pytest.mark.parametrize(("protocol", "loss"), [("perplexity", 1e9), ("delta", 1e9), ("positions", math.nan)])
-def test_a_model_that_diverged_does_not_affect_the_others(tmp_path, protocol, loss):
-    rng, documents = np.random.default_rng(0), np.arange(4)
-    lengths = (64,) if protocol == "positions" else (16, 32)
-    scored = {length: rng.normal(2, 0.1, (4, 64 if protocol == "positions" else 16)) for length in lengths}
+@pytest.mark.parametrize(("stem", "loss"), [("lengths", 1e9), ("delta", 1e9), ("positions", math.nan)])
+def test_a_model_that_diverged_does_not_affect_the_others(tmp_path, stem, loss):
+    lengths = (64,) if stem == "positions" else (16, 32)
+    scored = {length: np.random.default_rng(length).normal(2, 0.1, (4, 64 // len(lengths))) for length in lengths}
     diverged = {length: nll * loss for length, nll in scored.items()}
-    stem, _, result = perplexity.PROTOCOLS[protocol]
     about = {"train_length": 16, "last_tokens": 16}
-    both = [about | {"name": name} | result(documents, nll, 16) for name, nll in (("bad", diverged), ("good", scored))]
+    both = [
+        about | {"name": name} | result_of(stem, np.arange(4), nll, 16)
+        for name, nll in (("bad", diverged), ("good", scored))
+    ]
     paths = figures.save(stem, tmp_path, both, Options())
     first, second = read_runs(tmp_path, stem)
     assert second == report.json_values(both[1])
-    if protocol != "positions":
+    if stem != "positions":
         assert [each["perplexity"] for each in first["lengths"]] == ["inf", "inf"]
     assert matplotlib.image.imread(paths.figure).shape[0] > 300
 
@@ -277,11 +271,9 @@ def test_a_model_that_diverged_does_not_affect_the_others(tmp_path, protocol, lo
 def test_figures_leave_out_points_that_cannot_be_drawn(value):
     """Omitted points are still in the table."""
     counts = {"num_tokens": 64, "num_windows": 4, "num_documents": 2}
-    lengths = [
-        {"length": length, "perplexity": perplexity, "low": perplexity, "high": perplexity, **counts}
-        for length, perplexity in ((16, 3.0), (64, value))
-    ]
-    run = {"name": "_a_$^$", "train_length": 16, "last_tokens": 16, "lengths": lengths}
+    ends = [dict.fromkeys(("perplexity", "low", "high"), each) | counts for each in (3.0, value)]
+    run = {"name": "_a_$^$", "train_length": 16, "last_tokens": 16}
+    run |= {"lengths": [{"length": length} | each for length, each in zip((16, 64), ends, strict=True)]}
     _, rows, figure = figures.perplexity_table([run])
     assert report.number(value) in rows[1][2]
     (line,) = [
@@ -294,8 +286,9 @@ def test_figures_leave_out_points_that_cannot_be_drawn(value):
 # ---- comparisons from a report's JSON
 
 QUICKSTART = Path(__file__).parents[1] / "results/quickstart/lengths.json"
-PROTOCOL_OF = {"lengths": statistics.lengths_of, "delta": statistics.deltas_of, "positions": statistics.positions_of}
+# Losses of 80 windows, the same for all runs, so that they cancel in differences; and differences of three seeds.
 EASY, SPREAD = np.random.default_rng(0).normal(32, 4, 80), np.array([[-0.8], [0.0], [0.8]])
+OF_SEEDS, OF_DOCUMENTS = 4.303 * 0.8 / math.sqrt(3) / 16, 1.96 * EASY.std() / math.sqrt(80) / 16  # half intervals
 
 
 def seeds_of(
@@ -315,8 +308,7 @@ def seeds_of(
             "delta": {8: each[:, :8], 24: each[:, :8] + change},
             "positions": {16: each + change * (np.arange(16) >= 8)},
         }[stem]
-        result = PROTOCOL_OF[stem](documents, by_length, 8)
-        results.append(identity | {"name": f"{name}-seed{seed}", "seed": seed} | result)
+        results.append(identity | {"name": f"{name}-seed{seed}", "seed": seed} | result_of(stem, documents, by_length))
     return results
 
 
@@ -328,9 +320,8 @@ def test_paired_differences_are_those_of_the_saved_windows():
     _, ours = compared
     documents, rng = np.array(runs[0]["documents"]), np.random.default_rng(1)
     assert [each["length"] for each in ours["differences"]] == [64, 128, 256, 512, 1024, 2048]
-    for found, theirs, other in list(zip(ours["differences"], runs[0]["lengths"], runs[1]["lengths"], strict=True))[
-        ::5
-    ]:
+    lengths = list(zip(ours["differences"], *(run["lengths"] for run in runs), strict=True))
+    for found, theirs, other in lengths[::5]:
         nats = np.array(other["window_nats"]) - np.array(theirs["window_nats"])
         assert found["nats"] == pytest.approx(nats.mean() / 64)
         of_document = [nats[documents == each] for each in set(documents)]
@@ -343,16 +334,13 @@ def test_paired_differences_are_those_of_the_saved_windows():
 
 
 def test_seeds_are_one_method_with_an_interval_over_seeds_and_documents():
-    rng = np.random.default_rng(0)
-    easy = rng.normal(32, 4, 80)  # the same for all runs: it cancels in differences
-    spread = np.array([[-3.0], [0.0], [3.0]])
-    runs = seeds_of(easy + spread, "kerple", "a") + seeds_of(easy + spread - 1.6, "dape1x3-kerple", "b")
+    runs = seeds_of(EASY + SPREAD, "kerple", "a") + seeds_of(EASY + SPREAD - 1.6, "dape1x3-kerple", "b")
     base, ours = compare("lengths", runs, Options(baseline="kerple-seed1"))
     assert (base["name"], base["runs"]) == ("kerple", ["kerple-seed0", "kerple-seed1", "kerple-seed2"])
     (length,) = base["lengths"]
-    assert math.log(length["perplexity"]) == pytest.approx(easy.mean() / 16)
-    t, of_documents = 4.303 * 3 / math.sqrt(3) / 16, 1.96 * easy.std() / math.sqrt(80) / 16
-    assert math.log(length["high"] / length["perplexity"]) == pytest.approx(math.hypot(t, of_documents), rel=0.15)
+    assert math.log(length["perplexity"]) == pytest.approx(EASY.mean() / 16)
+    half = math.hypot(OF_SEEDS, OF_DOCUMENTS)
+    assert math.log(length["high"] / length["low"]) == pytest.approx(2 * half, rel=0.15)
     (difference,) = ours["differences"]
     assert (difference["length"], difference["seeds"]) == (16, 3)
     assert [difference[end] for end in ("nats", "low", "high")] == pytest.approx([-0.1] * 3)
@@ -387,9 +375,8 @@ def test_gains_of_methods_are_compared_on_the_same_windows():
         (delta,) = each["deltas"]
         assert delta["delta"] == pytest.approx(gain)
         assert delta["delta"] == each["lengths"][0]["perplexity"] - each["lengths"][1]["perplexity"]
-        # Over documents and seeds: the standard errors of the loss, in quadrature, times the gain.
-        half = math.hypot(4.303 * 0.8 / math.sqrt(3), 1.96 * EASY.std() / math.sqrt(80)) / 16 * abs(gain)
-        assert delta["high"] - delta["low"] == pytest.approx(2 * half, rel=0.2)
+        width = 2 * math.hypot(OF_SEEDS, OF_DOCUMENTS) * abs(gain)
+        assert delta["high"] - delta["low"] == pytest.approx(width, rel=0.2)
     (difference,) = ours["differences"]
     assert (difference["delta"], difference["seeds"]) == (pytest.approx(gains[1] - gains[0]), 3)
     assert rows[0] == ["", "kerple (3 seeds)", "dape (3 seeds)", "dape - kerple"]
@@ -529,14 +516,18 @@ def test_devices_that_share_a_sequence_give_the_same(runs, tmp_path):
 # ---- comparisons of runs
 
 
-@pytest.mark.extra
-def test_two_evaluations_agree_to_the_bit_and_compare_methods(runs, tmp_path, capsys):
-    contents = []
-    for output, formats in ((tmp_path / "first", ()), (tmp_path / "second", ("csv", "md"))):
-        written = evaluate(runs, lengths=(16, 64), output=output, format=formats)
+def test_two_evaluations_agree_to_the_bit_and_compare_methods(runs, capsys):
+    """Results are in the common directory, and replace earlier ones."""
+    contents, output = [], runs[0].parent
+    for formats in ((), ("csv", "md")):
+        written = evaluate(runs, lengths=(16, 64), format=formats)
         contents.append((output / "lengths.json").read_bytes())
         assert capsys.readouterr().out == written.table + "\n"
-        assert {file.suffix for file in output.iterdir()} == {".json", ".png", *(f".{each}" for each in formats)}
+        assert {file.suffix for file in output.glob("lengths.*")} == {
+            ".json",
+            ".png",
+            *(f".{each}" for each in formats),
+        }
     assert contents[0] == contents[1]
     results = read_runs(output)
     assert [run["name"] for run in results] == ["none", "dape"]
@@ -551,31 +542,16 @@ def test_two_evaluations_agree_to_the_bit_and_compare_methods(runs, tmp_path, ca
             assert result["bits_per_byte"] == result["nll_nats"] / result["num_bytes"] / math.log(2)
             assert result["num_tokens"] - result["num_windows"] <= result["num_bytes"] < result["num_tokens"]
     assert len(np.unique(matplotlib.image.imread(output / "lengths.png")[..., 0])) > 50
-
-
-def test_results_are_in_the_common_directory_and_replace_earlier_ones(runs):
-    common = runs[0].parent
-    assert evaluate(runs, lengths=(16,)).directory == common
-    assert [run["last_tokens"] for run in read_runs(common)] == [16, 16]
     evaluate(runs, lengths=(16,), max_windows=4)
-    assert [run["lengths"][0]["num_windows"] for run in read_runs(common)] == [4, 4]
-    assert len(list(common.glob("lengths*"))) == 2
+    assert [run["lengths"][0]["num_windows"] for run in read_runs(output)] == [4, 4]
 
 
 @pytest.mark.extra
-def test_delta_is_the_difference_of_two_perplexities_of_the_train_lengths_tokens(runs, tmp_path, monkeypatch):
-    """Compute equation 6 from the other protocol with the last T_train tokens scored, not those of the config."""
-
-    def with_fewer_tokens(*arguments: Any) -> TrainedModel:
-        model = read_trained(*arguments)
-        evaluation = dataclasses.replace(model.run.evaluation, last_tokens=8)
-        return dataclasses.replace(model, run=dataclasses.replace(model.run, evaluation=evaluation))
-
-    evaluate(runs, output=tmp_path)
-    monkeypatch.setattr(trained, "read_trained", with_fewer_tokens)
-    written = evaluate(runs, protocol="delta", output=tmp_path)
+def test_delta_is_the_difference_of_two_perplexities_of_the_train_lengths_tokens(runs, tmp_path):
+    """Compute equation 6 from the other protocol, and its 16 tokens of the train length whatever the config scores."""
+    for protocol in ("perplexity", "delta"):
+        written = evaluate(runs, protocol=protocol, output=tmp_path)
     for run, expected in zip(read_runs(tmp_path, "delta"), read_runs(tmp_path), strict=True):
-        assert run["last_tokens"] == expected["last_tokens"] == run["train_length"] == 16
         assert run["lengths"] == expected["lengths"]
         local, *beyond = expected["lengths"]
         assert [delta["length"] for delta in run["deltas"]] == [32, 64]
@@ -585,6 +561,8 @@ def test_delta_is_the_difference_of_two_perplexities_of_the_train_lengths_tokens
             # Paired by documents: variation between easy and hard documents is not noise of the difference.
             assert delta["high"] - delta["low"] < local["high"] - local["low"]
             assert f"{delta['delta']:.2f} [" in written.table
+    config = read_trained(runs[0], "newest", {"last_tokens": 8}).run.evaluation
+    assert perplexity.from_train_length(config, 32) == dataclasses.replace(config, lengths=(32, 64), last_tokens=32)
 
 
 @pytest.mark.extra

@@ -5,12 +5,12 @@ show. Runs whose configs differ only in seeds are one method. All runs have the 
 that their differences are taken window by window, or length by length.
 """
 
-import functools
 import itertools
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,16 +19,14 @@ from dape_jax.errors import require
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.report import Results
 from dape_jax.evaluation.statistics import (
+    RESULTS,
+    Interval,
+    Scores,
     Statistic,
-    bins_result,
-    bits_per_byte,
-    delta_result,
     difference_of,
-    gain,
+    gains,
     levels,
     over_seeds,
-    perplexity_of,
-    ratio_of_sums,
 )
 
 Run = dict[str, Any]
@@ -131,85 +129,53 @@ def _pairs(runs: list[Run], others: list[Run]) -> tuple[list[Run], list[Run]]:
     return (same, [by_seed[run["seed"]] for run in same]) if same else (runs[:num], others[:num])
 
 
-def _interval(name: str, found: Sequence[float | None]) -> Run:
-    return dict(zip((name, "low", "high"), found, strict=True))
+def _named(name: str, interval: Interval) -> Run:
+    return {name: interval.value, "low": interval.low, "high": interval.high}
 
 
-# ---- perplexities and gains from context
+# ---- losses
 
 
-def _nats(runs: list[Run], at: int) -> np.ndarray:
-    """Return the nll of the windows of one length, [seeds, windows]."""
-    return np.array([run["lengths"][at]["window_nats"] for run in runs])
-
-
-def _tokens(length: Run) -> np.ndarray:
-    """Return the number of scored tokens of every window."""
-    each = [length["num_tokens"] // length["num_windows"]] * length["num_windows"]
-    return np.array(length["window_tokens"] if "window_tokens" in length else each)
-
-
-def _mean_perplexities(runs: list[Run]) -> Run:
-    """Return exp(mean loss over seeds) at each length."""
-    lengths, documents = [], np.array(runs[0]["documents"])
-    for at, first in enumerate(runs[0]["lengths"]):
-        loss, *ends = over_seeds(documents, (_nats(runs, at),), _tokens(first), ratio_of_sums)
-        low, high = (None if end is None else perplexity_of(end) for end in ends)
-        length = {name: value for name, value in first.items() if not name.startswith("window_")}
-        length |= {"perplexity": perplexity_of(loss), "low": low, "high": high}
-        length |= {"nll_nats": loss * first["num_tokens"]}
-        if "num_bytes" in first:
-            length |= bits_per_byte(length["nll_nats"], first["num_bytes"])
-        lengths.append(length)
-    return {"lengths": lengths}
-
-
-def _differences(name: str, statistic: Statistic, num_local: int, runs: list[Run], others: list[Run]) -> list[Run]:
-    """Return the differences of a statistic of the nll of the first `num_local` lengths and of each later length."""
-    documents, found = np.array(runs[0]["documents"]), []
-    for at, each in list(enumerate(runs[0]["lengths"]))[num_local:]:
-        sums = tuple(_nats(side, number) for side in (runs, others) for number in (*range(num_local), at))
-        interval = over_seeds(documents, sums, _tokens(each), difference_of(statistic))
-        found.append({"length": each["length"]} | _interval(name, interval))
-    return found
-
-
-def _mean_gains(runs: list[Run]) -> Run:
-    local, *longer = runs[0]["lengths"]  # the first is the train length
-    documents, tokens, local_nats = np.array(runs[0]["documents"]), _tokens(local), _nats(runs, 0)
-    deltas = [
-        delta_result(each["length"], documents, local_nats, _nats(runs, at), tokens)
-        for at, each in enumerate(longer, start=1)
-    ]
-    return _mean_perplexities(runs) | {"deltas": deltas}
-
-
-# ---- losses by position
-
-
-def _bin_nats(runs: list[Run]) -> np.ndarray:
-    """Return the nll of the windows in every bin, [seeds, windows, bins]."""
-    has_windows = all("window_nats" in run["positions"]["bins"][0] for run in runs)
+def saved_scores(runs: Sequence[Run]) -> Scores:
+    """Return the scores of the runs of a method from their results."""
+    of_runs = [run["positions"]["bins"] if "positions" in run else run["lengths"] for run in runs]
     allowed = "must be evaluated again to be compared: the losses of its windows are not in the file"
+    has_windows = all("window_nats" in each for of_run in of_runs for each in of_run)
     require(has_windows, "positions", [run["name"] for run in runs], allowed)
-    nats = [[each["window_nats"] for each in run["positions"]["bins"]] for run in runs]
-    return np.array(nats).swapaxes(1, 2)
+    nats = np.array([[each["window_nats"] for each in of_run] for of_run in of_runs]).swapaxes(1, 2)
+    first, num_windows = of_runs[0], nats.shape[1]
+    tokens = [
+        each["window_tokens"] if "window_tokens" in each else [each["num_tokens"] // num_windows] * num_windows
+        for each in first
+    ]
+    places = [each["last"] if "last" in each else each["length"] for each in first]
+    num_bytes = [each["num_bytes"] for each in first if "num_bytes" in each] or None
+    return Scores(np.array(runs[0]["documents"]), places, nats, np.array(tokens).T, num_bytes)
 
 
-def _mean_positions(runs: list[Run]) -> Run:
-    nats, ends = _bin_nats(runs), np.array([each["last"] for each in runs[0]["positions"]["bins"]])
-    return {"positions": bins_result(np.array(runs[0]["documents"]), nats, ends, runs[0]["train_length"])}
+def _mean_losses(stem: str, runs: list[Run]) -> Run:
+    return RESULTS[stem](saved_scores(runs), runs[0]["train_length"])
+
+
+def _differences(statistic: Statistic, runs: list[Run], others: list[Run]) -> list[Interval]:
+    """Return the paired differences of a statistic."""
+    ours = saved_scores(runs)
+    return over_seeds(ours.documents, (ours.nats, saved_scores(others).nats), ours.tokens, difference_of(statistic))
+
+
+def _length_differences(name: str, statistic: Statistic, runs: list[Run], others: list[Run]) -> list[Run]:
+    """Return the differences of a statistic at every length, or at every length after the first."""
+    found = _differences(statistic, runs, others)
+    lengths = [each["length"] for each in runs[0]["lengths"]][-len(found) :]
+    return [{"length": length} | _named(name, each) for length, each in zip(lengths, found, strict=True)]
 
 
 def _position_differences(runs: list[Run], others: list[Run]) -> list[Run]:
     """Return the differences of the smoothed loss at every bin, of the reference and of the last octave."""
-    sums, ends = (_bin_nats(runs), _bin_nats(others)), np.array([each["last"] for each in runs[0]["positions"]["bins"]])
-    tokens = np.tile(np.diff(ends, prepend=0), (sums[0].shape[1], 1))
-    statistic = difference_of(levels(ends, runs[0]["train_length"]))
-    found = over_seeds(np.array(runs[0]["documents"]), sums, tokens, statistic)
-    names = [*({"last": int(end)} for end in ends), {"mean": "reference_nats"}, {"mean": "last_octave_nats"}]
-    nats, low, high = ([None] * len(names) if each is None else each for each in found)
-    return [name | _interval("nats", each) for name, *each in zip(names, nats, low, high, strict=True)]
+    ends = [each["last"] for each in runs[0]["positions"]["bins"]]
+    found = _differences(levels(ends, runs[0]["train_length"]), runs, others)
+    names = [*({"last": end} for end in ends), {"mean": "reference_nats"}, {"mean": "last_octave_nats"}]
+    return [name | _named("nats", each) for name, each in zip(names, found, strict=True)]
 
 
 # ---- accuracies
@@ -239,22 +205,22 @@ def _mean_accuracies(runs: list[Run]) -> Run:
 def _accuracy_differences(runs: list[Run], others: list[Run]) -> list[Run]:
     """Return the differences of the mean accuracies; the lengths take the place of documents in the bootstrap."""
     ours, theirs = (
-        np.array([[each["accuracy"] for each in run["lengths"]] for run in side]) for side in (runs, others)
+        np.array([[[each["accuracy"]] for each in run["lengths"]] for run in side]) for side in (runs, others)
     )
     is_beyond = np.array([each["length"] > runs[0]["train_length"] for each in runs[0]["lengths"]])
     differences = []
     for part, chosen in (("trained", ~is_beyond), ("score", is_beyond)):
         if chosen.any():
             units = np.arange(chosen.sum())
-            found = over_seeds(units, (ours[:, chosen] - theirs[:, chosen],), np.ones_like(units), ratio_of_sums)
-            differences.append({"mean": part} | _interval("accuracy", found))
+            found = over_seeds(units, (ours[:, chosen] - theirs[:, chosen],), np.ones((len(units), 1)), np.divide)
+            differences.append({"mean": part} | _named("accuracy", *found))
     return differences
 
 
 # For each report: the result of the runs of a method, and the differences of paired runs.
 COMPARISONS: dict[str, tuple[Callable[[list[Run]], Run], Callable[[list[Run], list[Run]], list[Run]]]] = {
-    "lengths": (_mean_perplexities, functools.partial(_differences, "nats", ratio_of_sums, 0)),
-    "delta": (_mean_gains, functools.partial(_differences, "delta", gain, 1)),
-    "positions": (_mean_positions, _position_differences),
+    "lengths": (partial(_mean_losses, "lengths"), partial(_length_differences, "nats", np.divide)),
+    "delta": (partial(_mean_losses, "delta"), partial(_length_differences, "delta", gains)),
+    "positions": (partial(_mean_losses, "positions"), _position_differences),
     "accuracy": (_mean_accuracies, _accuracy_differences),
 }

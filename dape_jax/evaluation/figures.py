@@ -203,15 +203,6 @@ def percent(accuracy: float | None) -> str:
     return "-" if accuracy is None else f"{100 * accuracy:.2f}"
 
 
-MEANS = ("trained", "score")
-
-
-def in_percent(difference: dict[str, Any]) -> dict[str, Any]:
-    """Return a difference of accuracies in per cent."""
-    ends = ("accuracy", "low", "high")
-    return {end: None if difference[end] is None else 100 * difference[end] for end in ends}
-
-
 def accuracy_table(results: Results) -> Table:
     """Return a row for each model: its means, and its accuracy at some lengths."""
     train_length, lengths = results[0]["train_length"], [result["length"] for result in results[0]["lengths"]]
@@ -224,13 +215,9 @@ def accuracy_table(results: Results) -> Table:
         means = [percent(run["trained"]), percent(run["score"])]
         rows.append([_in_table(run), *(run[name] for name in task), *means, *(at[length] for length in shown)])
         if "differences" in run:
-            differences = {each["mean"]: in_percent(each) for each in run["differences"]}
-            cells = [
-                with_interval(differences[part], "accuracy", "+.2f") if part in differences else "-" for part in MEANS
-            ]
-            rows.append(
-                [f"{run['name']} - {run['baseline']}", *(run[name] for name in task), *cells, *[""] * len(shown)]
-            )
+            differences = {each["mean"]: with_interval(each, "accuracy", "+.2f", 100) for each in run["differences"]}
+            cells = [*(run[name] for name in task), *(differences.get(mean, "-") for mean in ("trained", "score"))]
+            rows.append([f"{run['name']} - {run['baseline']}", *cells, *[""] * len(shown)])
     beyond = [length for length in lengths if length > train_length]
     span = f", {beyond[0]} to {beyond[-1]}" if beyond else ""
     dropout, num_sequences = ", dropout on" if results[0]["dropout"] else "", results[0]["lengths"][0]["num_sequences"]

@@ -27,7 +27,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh
 from jax.stages import Wrapped
-from jaxtyping import Float64, Int
+from jaxtyping import Int
 
 from dape_jax.config import RunConfig
 from dape_jax.data.conventions import saved_conventions
@@ -37,6 +37,7 @@ from dape_jax.evaluation import comparison, figures, report, statistics
 from dape_jax.evaluation.config import EvaluationConfig
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, model_at, run_in_batches
+from dape_jax.evaluation.statistics import Documents, NllByLength, Scores
 from dape_jax.evaluation.trained import TrainedModel, corpora_of, program_key, read_models, require_same, restore
 from dape_jax.model.positions import STRETCHES, Rope
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
@@ -49,15 +50,9 @@ from dape_jax.training.step import abstract_params, make_nll_step
 logger = logging.getLogger(__name__)
 
 Model = TrainedModel[RunConfig]
-NllByLength = dict[int, Float64[np.ndarray, "windows scored"]]  # nats, of the scored tokens of every window
 
 
 # ---- protocols
-
-
-def as_configured(evaluation: EvaluationConfig, train_length: int) -> EvaluationConfig:
-    """Return the lengths and the number of scored tokens of the config."""
-    return evaluation
 
 
 def from_train_length(evaluation: EvaluationConfig, train_length: int) -> EvaluationConfig:
@@ -81,15 +76,16 @@ def longest_window(evaluation: EvaluationConfig, train_length: int) -> Evaluatio
 class Protocol(NamedTuple):
     """One question about language models."""
 
-    stem: str  # name of the files of its report, and of its table in `figures.TABLES`
-    windows: Callable[[EvaluationConfig, int], EvaluationConfig]  # config and train length -> what is scored
-    result: Callable[[statistics.Documents, NllByLength, int], dict[str, Any]]  # scores and train length -> statistics
+    stem: str  # of the files of its report; also in `statistics.RESULTS` and `figures.TABLES`
+    # Config and train length -> the lengths and the number of scored tokens; None: those of the config.
+    windows: Callable[[EvaluationConfig, int], EvaluationConfig] | None
+    scores: Callable[[Documents, NllByLength], Scores]
 
 
 PROTOCOLS = {
-    "perplexity": Protocol("lengths", as_configured, statistics.lengths_of),
-    "delta": Protocol("delta", from_train_length, statistics.deltas_of),
-    "positions": Protocol("positions", longest_window, statistics.positions_of),
+    "perplexity": Protocol("lengths", None, statistics.scores_by_length),
+    "delta": Protocol("delta", from_train_length, statistics.scores_by_length),
+    "positions": Protocol("positions", longest_window, statistics.scores_by_position),
 }
 
 
@@ -116,10 +112,10 @@ def evaluate(
     require(options.protocol in PROTOCOLS, "protocol", options.protocol, f"must be one of {list(PROTOCOLS)}")
     protocol, last_tokens = PROTOCOLS[options.protocol], options.last_tokens
     allowed = f"must not be given with --protocol={options.protocol}, which has its own number of scored tokens"
-    require(last_tokens is None or protocol.windows is as_configured, "last_tokens", last_tokens, allowed)
+    require(last_tokens is None or protocol.windows is None, "last_tokens", last_tokens, allowed)
     models = read_models(RunConfig, workdirs, options, mesh, "lengths", "last_tokens", "max_windows")
     if options.stride is not None:
-        require(protocol.windows is as_configured, "stride", options.stride, "must not be given with --protocol")
+        require(protocol.windows is None, "stride", options.stride, "must not be given with --protocol")
         longest = max(models[0].run.evaluation.lengths)
         one = len(models[0].run.evaluation.lengths) == 1 and 0 < options.stride <= longest
         require(one, "stride", options.stride, f"must be 1 to {longest}, with one length (--lengths)")
@@ -131,7 +127,7 @@ def evaluate(
 
     store, digests = common_text(models, options.data, options.split, options.verify)
     evaluation = models[0].run.evaluation
-    longest, strided, bos = max(evaluation.lengths), list[StridedWindow](), first_token(models, options.bos)
+    longest, bos = max(evaluation.lengths), first_token(models, options.bos)
     first = None if bos is None else store.tokenizer.id_of(bos)
     if options.stride is None:
         chosen = choose_windows(store, longest, evaluation.max_windows)
@@ -139,7 +135,7 @@ def evaluate(
         shortest = longest + 1
         facts: dict[str, Any] = {} if bos is None else {"bos": bos}
     else:
-        windows = strided = strided_windows(store, longest, options.stride, first)[: options.max_windows]
+        windows = strided_windows(store, longest, options.stride, first)[: options.max_windows]
         shortest = 3 if first is None else 2  # with the end of the document, which is not scored
         facts = {"stride": options.stride, "bos": bos}
     documents = np.array([window.document for window in windows])
@@ -166,18 +162,18 @@ def evaluate(
             if (*program_key(model), rotary) not in programs:
                 programs[*program_key(model), rotary] = compile_lengths(model, rotary, len(windows))
     results = []
-    num_bytes = {n: scored_bytes(store, windows, min(n, evaluation.last_tokens)) for n in evaluation.lengths}
+    num_bytes = None
+    if store.tokenizer.decodes_tokens_alone:
+        num_bytes = [scored_bytes(store, windows, n, min(n, evaluation.last_tokens)) for n in evaluation.lengths]
     for model, of_model in zip(models, identities, strict=True):
         mesh_of_model, params = restore(model)
         for identity in of_model:
             compiled = programs[*program_key(model), identity["rotary"]]
             nll = score_windows(compiled, params, mesh_of_model, store, windows, identity["name"])
-            if strided:
-                nll = {length: mask_unscored(scored, strided) for length, scored in nll.items()}
-            result = protocol.result(documents, nll, identity["train_length"])
-            for each in result["lengths"] if "lengths" in result and store.tokenizer.decodes_tokens_alone else ():
-                each |= statistics.bits_per_byte(each["nll_nats"], num_bytes[each["length"]])
-            results.append(identity | result)
+            if options.stride is not None:
+                nll = {length: mask_unscored(of_all, windows) for length, of_all in nll.items()}
+            scores = protocol.scores(documents, nll)._replace(num_bytes=num_bytes)
+            results.append(identity | statistics.RESULTS[protocol.stem](scores, identity["train_length"]))
         del params  # before the next model's are read
     return figures.save(protocol.stem, directory, results, options)
 
@@ -219,7 +215,9 @@ def variant_name(model: Model, rotary: str) -> str:
 
 def scored_as(protocol: Protocol, model: Model) -> Model:
     """Return the model with the lengths and scored tokens of a protocol, which its mesh must divide."""
-    evaluation, mesh = protocol.windows(model.run.evaluation, model.run.train.train_length), make_mesh(model.mesh)
+    evaluation, mesh = model.run.evaluation, make_mesh(model.mesh)
+    if protocol.windows is not None:
+        evaluation = protocol.windows(evaluation, model.run.train.train_length)
     for length in evaluation.lengths:
         check_mesh(mesh, {"T": ("evaluation.lengths", length)})
         scored, context = min(evaluation.last_tokens, length), mesh.shape["context"]
@@ -276,9 +274,9 @@ class ScoredWindow:
         tokens = store.document(self.document)[self.end - length - 1 : self.end].astype(np.int32)
         return tokens if self.first is None else np.concatenate([[np.int32(self.first)], tokens[1:]])
 
-    def scored(self, store: TokenStore, last_tokens: int) -> Int[np.ndarray, "scored"]:
-        """Return the scored tokens."""
-        return self.tokens(store, last_tokens)[1:]
+    def scored(self, last_tokens: int) -> slice:
+        """Return which targets of a sequence are scored."""
+        return slice(-last_tokens, None)
 
 
 def choose_windows(store: TokenStore, longest: int, max_windows: int) -> list[ScoredWindow]:
@@ -332,10 +330,9 @@ class StridedWindow:
         tokens = text[self.start : self.end].astype(np.int32)
         return np.pad(tokens, (0, length + 1 - len(tokens)))
 
-    def scored(self, store: TokenStore, last_tokens: int) -> Int[np.ndarray, "scored"]:
-        """Return the scored tokens."""
-        shift = 0 if self.first is None else 1
-        return store.document(self.document)[self.begin - shift : self.end - shift].astype(np.int32)
+    def scored(self, last_tokens: int) -> slice:
+        """Return which targets of a sequence are scored, for any `last_tokens`."""
+        return slice(self.begin - self.start - 1, self.end - self.start - 1)
 
 
 def strided_windows(store: TokenStore, length: int, stride: int, first: int | None) -> list[StridedWindow]:
@@ -359,17 +356,20 @@ def strided_windows(store: TokenStore, length: int, stride: int, first: int | No
     return windows
 
 
-def scored_bytes(store: TokenStore, windows: Sequence[ScoredWindow | StridedWindow], last_tokens: int) -> int:
+def scored_bytes(
+    store: TokenStore, windows: Sequence[ScoredWindow | StridedWindow], length: int, last_tokens: int
+) -> int:
     """Return the number of bytes that the scored tokens of all windows decode to."""
-    tokenizer = store.tokenizer
-    return sum(len(tokenizer.decode(window.scored(store, last_tokens))) for window in windows)
+    scored = (window.tokens(store, length)[1:][window.scored(last_tokens)] for window in windows)
+    return sum(len(store.tokenizer.decode(tokens)) for tokens in scored)
 
 
-def mask_unscored(nll: np.ndarray, windows: Sequence[StridedWindow]) -> np.ndarray:
-    """Return the nll of the targets of windows, without those that the windows do not score."""
-    at = np.arange(nll.shape[1])[None] + 1 + np.array([window.start for window in windows])[:, None]
-    begin, end = (np.array([getattr(window, name) for window in windows])[:, None] for name in ("begin", "end"))
-    return np.ma.masked_array(nll, ~((begin <= at) & (at < end)))
+def mask_unscored(nll: np.ndarray, windows: Sequence[ScoredWindow | StridedWindow]) -> np.ndarray:
+    """Return the nll of all targets of windows, without those that the windows do not score."""
+    is_unscored = np.ones(nll.shape, bool)
+    for row, window in zip(is_unscored, windows, strict=True):
+        row[window.scored(nll.shape[1])] = False
+    return np.ma.masked_array(nll, is_unscored)
 
 
 def window_batch(

@@ -150,9 +150,12 @@ def number(value: float) -> str:
     return f"{value:.2f}" if abs(value) < FIXED_BELOW else f"{value:.2g}"
 
 
-def with_interval(result: dict[str, Any], field: str, form: str = "") -> str:
-    """Return a number of a table, with its 95 % interval if it has one that is not NaN."""
-    show = (lambda value: f"{value:{form}}") if form else number
+def with_interval(result: dict[str, Any], field: str, form: str = "", factor: float = 1) -> str:
+    """Return a number of a table times a factor, with its 95 % interval if it has one that is not NaN."""
+
+    def show(value: float) -> str:
+        return f"{factor * value:{form}}" if form else number(factor * value)
+
     low, high = result["low"], result["high"]
     if low is None or math.isnan(low) or math.isnan(high):
         return show(result[field])

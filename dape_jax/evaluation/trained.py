@@ -35,17 +35,12 @@ UNGROUPED = (*RESUMABLE_FIELDS, "model.vocab_multiple")  # config fields that do
 class TrainedModel(Generic[AnyRunConfig]):
     """Description of a checkpoint, read before its parameters."""
 
+    name: str  # in tables and figures: the last parts of the workdir's path; see `named_apart`
     workdir: epath.Path
     step: int
     run: AnyRunConfig  # config of the training run, with the evaluation fields that the caller overrides
     data_digest: str  # of the training corpus, or of the task's strings
     mesh: MeshConfig  # over the devices of this machine, independent of the mesh of the training run
-    name_parts: int = 1  # last parts of the workdir's absolute path that are the name; see `named_apart`
-
-    @property
-    def name(self) -> str:
-        """Return the last parts of the workdir's absolute path, which name the model in tables and figures."""
-        return "/".join(absolute(self.workdir).parts[-self.name_parts :])
 
     @property
     def label(self) -> str:
@@ -104,7 +99,7 @@ def read_trained(
         mesh = mesh_of_all_devices(run.model.width)
     else:
         run.check_model_mesh(make_mesh(mesh))
-    return TrainedModel(epath.Path(workdir), number, run, saved["data_digest"], mesh)
+    return TrainedModel(absolute(workdir).name, epath.Path(workdir), number, run, saved["data_digest"], mesh)
 
 
 def read_models(
@@ -140,9 +135,8 @@ def named_apart(models: Sequence[TrainedModel[AnyRunConfig]], field: str) -> lis
     common = list(itertools.takewhile(lambda parts: len(set(parts)) == 1, columns))
     below = [len(path) - len(common) for path in paths]
     for num in range(1, max(below) + 1):
-        named = [
-            dataclasses.replace(model, name_parts=min(num, most)) for model, most in zip(models, below, strict=True)
-        ]
+        names = ["/".join(path[-min(num, most) :]) for path, most in zip(paths, below, strict=True)]
+        named = [dataclasses.replace(model, name=name) for model, name in zip(models, names, strict=True)]
         if len({model.label for model in named}) == len(models):
             return named
     raise InputError(f"{field} = {[str(model.workdir) for model in models]}: must be different directories")
