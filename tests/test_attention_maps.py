@@ -27,7 +27,6 @@ from dape_jax.tools.maps import attention_maps, block_of, layer_maps, row_maps
 pytestmark = pytest.mark.extra
 
 LENGTH = 77
-# Every kind of bias and processor, grouped heads and a window, in two models; and the maps that each has.
 # Every kind of bias, with grouped heads and a window; and the maps that each has.
 CASES = {
     "residual": {

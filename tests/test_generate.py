@@ -20,7 +20,6 @@ from dape_jax.data.tokenizers import Bytes
 from dape_jax.errors import InputError, printable
 from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.model.biases import BIASES
-from dape_jax.model.positions import DynamicNtk, LongRope
 from dape_jax.model.processors import DapeConfig
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, parameter_shardings
@@ -275,16 +274,6 @@ def test_of_equal_logits_the_lower_ids_are_kept():
 
 
 # ---- what is refused
-
-
-def test_models_that_no_cache_can_serve_are_refused_with_the_reason():
-    changes = [{"processor": DapeConfig(edge="listing")}, {"processor": DapeConfig(leak=True)}]
-    changes += [{"rotary": DynamicNtk()}, {"rotary": LongRope()}]
-    names = ("processor.edge", "processor.leak", "rotary.name", "rotary.name")
-    for name, change in zip(names, changes, strict=True):
-        config = dataclasses.replace(make_config("kerple"), **change)
-        with pytest.raises(InputError, match=rf"^model.{name} = .*cannot generate"):
-            generate(config, {}, one_device(), [prompt_of(3)], max_new_tokens=2, sampling=GREEDY)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from dape_jax.errors import InputError
 from dape_jax.model.attention import attend
 from dape_jax.model.biases import BIASES, BiasConfig, distances
 from dape_jax.model.loss import nll, nll_of_features
-from dape_jax.model.positions import NoRotary
+from dape_jax.model.positions import DynamicNtk, LongRope, NoRotary
 from dape_jax.model.transformer import (
     ACTIVATIONS,
     ENCODER,
@@ -415,6 +415,9 @@ def test_a_cache_that_could_not_be_right_is_refused():
         with pytest.raises(InputError, match=reason):
             make_cache(make_config(processor=choose("processor", "dape", **options)), 2, 8)
         make_cache(make_config(processor=choose("processor", "dape", kernel_width=1, **options)), 2, 8)
+    for rotary in (DynamicNtk(), LongRope()):
+        with pytest.raises(InputError, match=r"model.rotary.name = .*cannot generate"):
+            make_cache(dataclasses.replace(make_config(), rotary=rotary), 2, 8)
 
 
 def test_bfloat16_keeps_parameters_and_logits_in_float32():
