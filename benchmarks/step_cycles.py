@@ -42,7 +42,6 @@ from dape_jax.model.transformer import SIZES, attention_of
 from dape_jax.planning.compile import compile_error, find_libtpu, in_process, libtpu_version
 from dape_jax.planning.plan import Request
 from dape_jax.provenance import make_results_directory
-from dape_jax.sharding import MeshConfig
 from experiments.catalogue import EXPERIMENTS
 
 TABLE7 = EXPERIMENTS["table7"].methods  # methods of the paper's table of times
@@ -103,7 +102,7 @@ def measure(run: RunConfig, topology: str, model: str, libtpu: Path) -> dict[str
     attention = attention_of(run.model, length, "tpu", hardware.chip.device_kinds[0])
     found: dict[str, Any] = {"attention": type(attention).__name__.lower()}
     os.environ.pop("LIBTPU_INIT_ARGS", None)  # no listings of the step: writing them takes longer than compiling it
-    outcome = in_process(compile_step, Request(run, hardware, MeshConfig(-1, 1, 1, 1)), libtpu)
+    outcome = in_process(compile_step, Request(run, hardware), libtpu)
     if not outcome["fits"]:
         return found | {"reason": outcome["reason"]}
     kernels_ms = 0.0
@@ -142,7 +141,7 @@ def main(settings: Settings) -> None:
             for method in settings.methods:
                 bar.set_postfix_str(f"{topology} {model} {length} {method}")
                 batch = TOKENS // length * hardware.num_chips
-                fields = {"model.dtype": "bfloat16", "model.remat": "full"}
+                fields = {"model.dtype": "bfloat16", "model.remat": "full", "mesh.data": -1, "mesh.fsdp": 1}
                 run = read_config("paper", model, method, length, batch, "auto", **fields)
                 row = {"topology": topology, "model": model, "length": length, "method": method}
                 of_case.append(row | measure(run, topology, model, libtpu))

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 from absl import flags
 from flax.traverse_util import flatten_dict
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from dape_jax.data.store import DataConfig
 from dape_jax.errors import InputError, did_you_mean, one_of, positive, require
@@ -159,14 +159,14 @@ class BaseRunConfig:
         allowed = f"must be at most {num_steps - warmup_steps}, the steps after the warm-up"
         require(decay_steps <= num_steps - warmup_steps, "optimizer.decay_steps", decay_steps, allowed)
 
-    def check_model_mesh(self, mesh: Mesh) -> None:
+    def check_model_mesh(self, mesh: Mesh | AbstractMesh) -> None:
         """Raise `InputError` unless the model can be split evenly over a mesh."""
         fields = {"D": "width", "H": "num_heads", "G": "num_kv_heads", "F": "mlp_width"}
         check_mesh(mesh, {axis: (f"model.{field}", getattr(self.model, field)) for axis, field in fields.items()})
         for field in ("vocab_size", "num_outputs"):
             check_mesh(mesh, {"V": (f"model.{field}", self.model.padded(getattr(self.model, field)))})
 
-    def check_mesh(self, mesh: Mesh) -> None:
+    def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
         """Raise `InputError` unless batch, sequences and model can be split evenly over a mesh."""
         batch_size, num_parts = self.train.batch_size, self.train.accumulation_steps
         num_devices = math.prod(mesh.shape[axis] for axis in BATCH_AXES)

@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from dape_jax.errors import InputError, require
+from dape_jax.errors import require
 
 # Mesh axes, slowest network first: `data` replicates the parameters (between slices), `fsdp` shards them, and the batch
 # is split over both; `context` splits sequences, `tensor` heads, feed-forward width and vocabulary.
@@ -68,6 +68,14 @@ class MeshConfig:
         sizes = tuple(num_devices // given if size == -1 else size for size in asked)
         require(math.prod(sizes) == num_devices, "mesh", self.asked(), f"must multiply to {num_devices} devices")
         return sizes
+
+    def abstract(self, num_devices: int) -> AbstractMesh:
+        """Return a mesh for shapes and shardings only, without devices.
+
+        Raises:
+            InputError: the product of the sizes is not the number of devices.
+        """
+        return AbstractMesh(self.sizes(num_devices), AXES)
 
 
 def read_mesh(field: str, text: str) -> MeshConfig:
@@ -115,14 +123,14 @@ def parameter_spec(name: str, ndim: int) -> PartitionSpec:
     return PartitionSpec(*[None] * (ndim - len(letters)), *axes)
 
 
-def parameter_shardings(params: Any, mesh: Mesh) -> Any:
+def parameter_shardings(params: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Return the NamedSharding of every leaf of a nested dict of parameters."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: NamedSharding(mesh, parameter_spec(path[-1].key, leaf.ndim)), params
     )
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Return the sharding of a value that is the same on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
@@ -253,7 +261,7 @@ def _transposed(x: jax.Array, dim: int, parts: tuple[int, int]) -> jax.Array:
     return x.reshape(*x.shape[:dim], *parts, *x.shape[dim + 1 :]).swapaxes(dim, dim + 1).reshape(x.shape)
 
 
-def check_mesh(mesh: Mesh, sizes: dict[str, tuple[str, int]]) -> None:
+def check_mesh(mesh: Mesh | AbstractMesh, sizes: dict[str, tuple[str, int]]) -> None:
     """Raise `InputError` unless the sizes, letter -> (config field, size), are divisible by the sizes of their axes."""
     needed = {"D": ("fsdp",), "T": ROW_AXES} | {letter: (axis,) for letter, axis in BOTH_AXES.items()}
     for letter, (field, size) in sizes.items():
@@ -263,20 +271,6 @@ def check_mesh(mesh: Mesh, sizes: dict[str, tuple[str, int]]) -> None:
 
 
 @functools.cache
-def _held(sharding: NamedSharding, dim: int, size: int) -> tuple[np.ndarray, int, int]:
-    """Return this process's indices of a dim, the index of its part, and the number of parts."""
-    shape = tuple(size if d == dim else sharding.mesh.size for d in range(len(sharding.spec)))
-    by_process: dict[int, set[int]] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
-        by_process.setdefault(device.process_index, set()).update(range(*index[dim].indices(size)))
-    parts = sorted({tuple(sorted(indices)) for indices in by_process.values()})
-    if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != size:
-        sizes = dict(sharding.mesh.shape)
-        raise InputError(f"mesh = {sizes}: must not give {len(by_process)} processes overlapping parts of a batch")
-    mine = tuple(sorted(by_process[jax.process_index()]))
-    return np.array(mine), parts.index(mine), len(parts)
-
-
 def batch_part(mesh: Mesh) -> tuple[int, int]:
     """Return the index of the part of a batch's rows that this process loads, and the number of parts.
 
@@ -285,8 +279,13 @@ def batch_part(mesh: Mesh) -> tuple[int, int]:
     Raises:
         InputError: the rows of two processes overlap partially.
     """
-    _, part, num_parts = _held(NamedSharding(mesh, activation_spec("BT")), 0, mesh.size)
-    return part, num_parts
+    num_rows, by_process = mesh.size, dict[int, set[int]]()
+    for device, (rows,) in NamedSharding(mesh, activation_spec("B")).devices_indices_map((num_rows,)).items():
+        by_process.setdefault(device.process_index, set()).update(range(*rows.indices(num_rows)))
+    parts = sorted({tuple(sorted(rows)) for rows in by_process.values()})
+    allowed = f"must not give {len(by_process)} processes overlapping parts of a batch"
+    require(all(len(part) * len(parts) == num_rows for part in parts), "mesh", dict(mesh.shape), allowed)
+    return parts.index(tuple(sorted(by_process[jax.process_index()]))), len(parts)
 
 
 def rows_of_part(batch: dict[str, np.ndarray], part: int, num_parts: int) -> dict[str, np.ndarray]:
@@ -302,10 +301,7 @@ def put_batch(batch: dict[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
 
     def put(local: np.ndarray) -> jax.Array:
         sharding = NamedSharding(mesh, activation_spec("BT"[: local.ndim]))
-        shape = (local.shape[0] * batch_part(mesh)[1], *local.shape[1:])
-        if local.ndim == 2:
-            columns, _, num_parts = _held(sharding, 1, shape[1])
-            local = local if num_parts == 1 else local[:, columns]
+        shape = (local.shape[0] * batch_part(mesh)[1], *local.shape[1:])  # of a dim that is whole, devices take parts
         return jax.make_array_from_process_local_data(sharding, local, shape)
 
     return {name: put(rows) for name, rows in batch.items()}

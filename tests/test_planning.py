@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-import shlex
 from pathlib import Path
 
 import jax
@@ -114,8 +113,7 @@ def test_the_formula_agrees_with_xla(model, processor, allowed):
     assert forward < score.lower(params, tokens).cost_analysis()["flops"] < forward * (1 + allowed)
 
     optimizer = make_optimizer(run.optimizer, 10)
-    mesh = planning.planned_mesh(read_mesh("mesh", "data=1"), 1)
-    state = planning.abstract_state(run.model, optimizer, mesh)
+    state = planning.abstract_state(run.model, optimizer, read_mesh("mesh", "data=1").abstract(1))
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
     step = make_train_step(graphdef, optimizer, jax.tree.map(lambda _: None, state))
     executed = flops.executed_flops(run.model, 256, 3).total
@@ -215,13 +213,13 @@ def test_candidate_meshes_divide(batch_size, length, topology, axes):
     found = planning.candidates(run, hardware)
     assert [mesh.asked() for mesh in found] == axes
     for mesh in found:
-        run.check_mesh(planning.planned_mesh(mesh, hardware.num_chips))
+        run.check_mesh(mesh.abstract(hardware.num_chips))
 
 
 def test_a_plan_follows_from_the_compiled_program():
-    run = make_run(model__width=64, model__vocab_size=256)
-    hardware = read_topology("v5e:2x4")
-    request = planning.Request(run, hardware, read_mesh("--mesh", "fsdp=4,tensor=2"))
+    mesh, hardware = read_mesh("--mesh", "fsdp=4,tensor=2"), read_topology("v5e:2x4")
+    run = dataclasses.replace(make_run(model__width=64, model__vocab_size=256), mesh=mesh)
+    request = planning.Request(run, hardware)
     plan = planning.make_plan(request, lambda _: copy.deepcopy(COMPILED))
     _, params = model_structure(run.model)
     on_chip = plan.held_bytes["parameters"]
@@ -252,11 +250,11 @@ def test_the_formula_of_memory_is_near_what_compilers_say():
         spec = read_config(f"configs/paper.py:125m,{METHOD}", ["--config.train.batch_size=32"])
         if name == "blockwise":
             spec["model"]["attention"] = choose("attention", name, block_size=128, num_buckets=4)
-        request = planning.Request(planning.run_to_plan(spec), read_topology("h100:1"), read_mesh("mesh", "data=1"))
+        request = planning.Request(planning.run_to_plan(spec), read_topology("h100:1"))
         assert 0.9 <= planning.estimate(request)["peak_bytes"] / (gib * GIB) <= 1.1, name
     for remat, gib in COMPILED_GIB.items():
         run = planning.run_to_plan(read_config(f"configs/paper.py:350m,{METHOD}", [f"--config.model.remat={remat}"]))
-        request = planning.Request(run, read_topology("v5e:4x4"), read_mesh("mesh", "fsdp=16"))
+        request = planning.Request(run, read_topology("v5e:4x4"))
         assert 0.9 <= planning.estimate(request)["peak_bytes"] / (gib * GIB) <= 1.25, remat
 
 
@@ -267,35 +265,26 @@ def test_the_largest_batch_fits_and_its_double_does_not(argument, topology):
     plans = planning.plan_run(run, hardware)
     batch_size, chosen = planning.largest_batch(run, hardware, plans), planning.best(plans) or plans[-1]
     for size, fits in ((batch_size, True), (2 * batch_size, False)):
-        mesh, model = read_mesh("mesh", chosen.mesh), dataclasses.replace(run.model, remat=chosen.remat)
-        changed = dataclasses.replace(run, model=model, train=dataclasses.replace(run.train, batch_size=size))
-        (plan,) = planning.plan_run(changed, hardware, mesh)
+        changed = planning.changed(run, read_mesh("mesh", chosen.mesh), chosen.remat, batch_size=size)
+        (plan,) = planning.plan_run(changed, hardware, changed.mesh)
         assert plan.fits == fits
 
 
-def test_the_printed_command_trains_what_was_planned():
-    batch = "--config.train.batch_size=512"
-    arguments = ["--config=configs/paper.py:6.7b", batch, "--topology", "v6e-64", "--nocompile", "--mesh=a=1"]
-    given = planning.flags_without(arguments, [field.name for field in dataclasses.fields(Settings)])
-    assert given == arguments[:2]
-    assert planning.flags_without(["--a", "b", "--plan", "--c=d", "-x=1"], ["plan", "x"]) == ["--a", "b", "--c=d"]
-    spec, hardware = read_config("configs/paper.py:6.7b", [batch]), read_topology("v6e-64")
-    run = planning.run_to_plan(spec)
+def test_the_printed_flags_train_what_was_planned():
+    config, hardware = "configs/paper.py:6.7b", read_topology("v6e-64")
+    run = planning.run_to_plan(read_config(config))
     for plan in planning.plan_run(run, hardware, by_formula=True):
-        program, config, *flags = shlex.split(planning.train_command(spec, run, hardware, plan, given))
-        trained = planning.run_to_plan(read_config(config.removeprefix("--config="), flags))
-        assert (program, trained.train.batch_size, trained.data.path) == ("dape-train", 512, "stdlib")
-        assert trained.model.remat == plan.remat
-        assert trained.mesh.sizes(64) == read_mesh("mesh", plan.mesh).sizes(64)
+        trained = planning.run_to_plan(read_config(config, planning.train_flags(run, plan)))
+        assert trained == planning.changed(run, read_mesh("mesh", plan.mesh), plan.remat)
 
 
 @pytest.mark.extra
 def test_a_run_is_planned_for_the_devices_of_this_process(tmp_path, capsys):
-    planning.print_attached(tiny.spec(tmp_path), ["--config=mine.py", "--plan", "--workdir=runs/a"])
+    planning.print_attached(tiny.spec(tmp_path))
     printed = capsys.readouterr().out
     for words in ("# 8 x cpu: ", "| fsdp=8 | none | yes |", "memory         compiled, "):
         assert words in printed
-    assert printed.splitlines()[-1] == "train          dape-train --config=mine.py --workdir=runs/a"
+    assert "dape-train" not in printed  # there is nothing to add
 
 
 def test_remat_increases_until_it_fits_and_the_report_has_every_try(monkeypatch, tmp_path):
@@ -310,9 +299,12 @@ def test_remat_increases_until_it_fits_and_the_report_has_every_try(monkeypatch,
     meshes = [mesh.asked() for mesh in planning.candidates(run, hardware)]
     tried = [(plan.mesh, plan.remat, plan.fits) for plan in plans]
     assert tried == [(mesh, remat, remat == "dots") for mesh in meshes for remat in ("none", "dots")]
-    text = planning.to_markdown(run, hardware, plans, 0.4, lambda plan: f"dape-train for {plan.mesh}")
+    text = planning.to_markdown(run, hardware, plans, 0.4)
     assert (text.count("no: too large"), text.count("**best**")) == (len(meshes), 1)
-    assert f"train          dape-train for {meshes[0]}\n" in text
+    assert text.endswith(
+        "train          dape-train with this config and --config.mesh.data=4 --config.mesh.fsdp=1 "
+        "--config.model.remat=dots\n"
+    )
     planning.save(tmp_path, run, hardware, plans, 0.4)
     record = json.loads((tmp_path / "plan.json").read_text())
     assert record["costs"]["utilisation"] == 0.4

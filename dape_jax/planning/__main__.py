@@ -1,4 +1,4 @@
-"""Plan a run on hardware that need not exist: memory, hours, chip-hours, the largest batch, the command that trains.
+"""Plan a run on hardware that need not exist: memory, hours, chip-hours, the largest batch, the flags of `dape-train`.
 
     dape-plan --config=configs/paper.py:125m,bias=kerple,processor=dape --topology=v5litepod-16
     dape-plan --config=configs/paper.py:6.7b --topology=h100:64
@@ -7,9 +7,6 @@ For the devices of this machine: `dape-train --plan`.
 """
 
 import dataclasses
-import functools
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +43,7 @@ def main(settings: Settings, spec: dict[str, Any]) -> None:
     """Plan the run and print the report."""
     import jax  # after the flags are checked: it takes seconds to import
 
-    from dape_jax.planning.plan import flags_without, plan_run, run_to_plan, save, to_markdown, train_command
+    from dape_jax.planning.plan import plan_run, run_to_plan, save, to_markdown
     from dape_jax.provenance import make_results_directory
     from dape_jax.sharding import read_mesh
 
@@ -57,11 +54,7 @@ def main(settings: Settings, spec: dict[str, Any]) -> None:
     run = run_to_plan(spec)
     mesh = None if settings.mesh is None else read_mesh("--mesh", settings.mesh)
     plans = plan_run(run, hardware, mesh, by_formula=not settings.compile)
-    given = flags_without(sys.argv[1:], [field.name for field in dataclasses.fields(Settings)])
-    recipe = re.search(r"(\w+)\.py", " ".join(given))
-    given.append(f"--workdir=runs/{recipe[1] if recipe else 'planned'}")
-    command = functools.partial(train_command, spec, run, hardware, given=given)
-    print(to_markdown(run, hardware, plans, settings.utilisation, command), end="")
+    print(to_markdown(run, hardware, plans, settings.utilisation), end="")
     if settings.output:
         save(Path(settings.output), run, hardware, plans, settings.utilisation)
 

@@ -21,7 +21,7 @@ import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh
 
 from dape_jax.config import RunConfig
 from dape_jax.model.attention import Blockwise, Dense, Implementation
@@ -30,7 +30,7 @@ from dape_jax.sharding import BATCH_AXES
 
 
 def estimate_memory(
-    run: RunConfig, mesh: Mesh, state: dict[str, int], attentions: Sequence[Implementation]
+    run: RunConfig, mesh: AbstractMesh, state: dict[str, int], attentions: Sequence[Implementation]
 ) -> dict[str, int]:
     """Return the bytes on each chip, by purpose, in addition to `state`, those of parameters and moments.
 

@@ -1,4 +1,4 @@
-"""Plan a run without its hardware: memory on a TPU slice or on GPUs, FLOPs, hours, and the command that trains.
+"""Plan a run without its hardware: memory on a TPU slice or on GPUs, FLOPs, hours, and the flags of `dape-train`.
 
 In: a run's config and a slice. Out: a `Plan` for each mesh that is tried: whether the train step fits, its memory and
 its FLOPs. Next: `__main__.py`, the command line.
@@ -8,21 +8,19 @@ this process, their own compiler. For other GPUs the memory is estimated by form
 formula (`model/flops.py`).
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
 import math
 import os
-import shlex
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.stages import Wrapped
 
 from dape_jax.config import RunConfig, is_algorithmic, resolved
@@ -38,7 +36,7 @@ from dape_jax.planning.compile import compile_error, find_libtpu, in_process, li
 from dape_jax.planning.memory import estimate_memory
 from dape_jax.progress import Progress
 from dape_jax.provenance import provenance
-from dape_jax.sharding import AXES, BATCH_AXES, MeshConfig, activation_spec, make_mesh, read_mesh
+from dape_jax.sharding import AXES, BATCH_AXES, ROW_AXES, MeshConfig, activation_spec, make_mesh, read_mesh
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import abstract_state, make_train_step, shardings_of
 
@@ -55,36 +53,10 @@ def run_to_plan(spec: dict[str, Any]) -> RunConfig:
         spec["model"]["dtype"] = "bfloat16"
     if "vocab_multiple" in spec["model"] and spec["model"]["vocab_multiple"] is None:
         spec["model"]["vocab_multiple"] = 128
-    if not is_algorithmic(spec) and not has_text(spec):
+    if not is_algorithmic(spec) and not any(spec["data"].get(field) for field in ("path", "mixture")):
         spec["data"]["path"] = STDLIB
     is_known = is_algorithmic(spec) or spec["model"]["vocab_size"] is not None
     return RunConfig.from_dict(spec if is_known else follow_corpus(spec))
-
-
-def has_text(spec: dict[str, Any]) -> bool:
-    """Return whether the config of a language model names a text, or a mixture of texts."""
-    return any(field in spec["data"] and spec["data"][field] for field in ("path", "mixture"))
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedDevice:
-    """Device of a mesh for which nothing is compiled."""
-
-    id: int
-    process_index: int = 0
-    platform: str = "planned"
-    device_kind: str = "planned"
-
-
-def planned_mesh(mesh: MeshConfig, num_chips: int) -> Mesh:
-    """Return a mesh for shapes and shardings only, without libtpu.
-
-    Raises:
-        InputError: the product of the sizes is not the number of chips.
-    """
-    sizes = mesh.sizes(num_chips)
-    devices = np.array([PlannedDevice(i) for i in range(num_chips)])
-    return Mesh(devices.reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def candidates(run: RunConfig, hardware: Slice) -> list[MeshConfig]:
@@ -107,7 +79,7 @@ def candidates(run: RunConfig, hardware: Slice) -> list[MeshConfig]:
         for sizes in group:
             mesh = MeshConfig(**(dict.fromkeys(AXES, 1) | sizes))
             try:
-                run.check_mesh(planned_mesh(mesh, n))
+                run.check_mesh(mesh.abstract(n))
             except InputError as error:
                 errors.append(error)
             else:
@@ -134,16 +106,28 @@ def attached() -> Slice:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Train step to compile for a slice."""
+    """Train step of a run on a slice."""
 
     run: RunConfig
     hardware: Slice
-    mesh: MeshConfig  # mesh of the chips
+
+    @property
+    def mesh(self) -> AbstractMesh:
+        """Return the run's mesh, without devices."""
+        return self.run.mesh.abstract(self.hardware.num_chips)
+
+    @property
+    def attentions(self) -> list[Implementation]:
+        """Return the implementation of attention of each of `model.layer_kinds`."""
+        run, chip = self.run, self.hardware.chip
+        place = self.hardware.platform, chip.device_kinds[0], math.prod(self.mesh.shape[axis] for axis in ROW_AXES)
+        is_packed, kinds = run.data.packing == "documents", range(len(run.model.layer_kinds))
+        return [attention_of(run.model, run.train.train_length, *place, is_packed, kind=kind) for kind in kinds]
 
     def build(self) -> tuple[Mesh, Wrapped, tuple[Any, ...]]:
         """Return the mesh of the slice, the jitted step and the shapes of its arguments. A TPU's needs libtpu."""
         devices = jax.devices() if self.hardware.is_attached else slice_devices(self.hardware)
-        mesh, run = make_mesh(self.mesh, devices), self.run
+        run, mesh = self.run, make_mesh(self.run.mesh, devices)
         optimizer = make_optimizer(run.optimizer, run.train.num_steps)
         state = abstract_state(run.model, optimizer, mesh, run.init.trained_kinds)
         shape, sharding = (run.train.batch_size, run.train.train_length), NamedSharding(mesh, activation_spec("BT"))
@@ -189,12 +173,23 @@ def compile_request(request: Request) -> dict[str, Any]:
 
 def estimate(request: Request) -> dict[str, Any]:
     """Return fields of the `Plan` of a step by formula; see `memory.py`."""
-    run, hardware = request.run, request.hardware
-    mesh = planned_mesh(request.mesh, hardware.num_chips)
-    state = state_bytes(run, mesh)
-    others = estimate_memory(run, mesh, state, attentions_of(run, mesh, hardware))
-    held = {"arguments": sum(state.values()), **others}
+    state = state_bytes(request)
+    held = {"arguments": sum(state.values())}
+    held |= estimate_memory(request.run, request.mesh, state, request.attentions)
     return {"fits": True, "peak_bytes": sum(held.values()), "held_bytes": held}
+
+
+def state_bytes(request: Request) -> dict[str, int]:
+    """Return the memory of the parameters and the optimizer's moments on each chip, exactly."""
+    run = request.run
+    optimizer = make_optimizer(run.optimizer, run.train.num_steps)
+    state = abstract_state(run.model, optimizer, request.mesh, run.init.trained_kinds)
+
+    def bytes_on_chip(tree: Any) -> int:
+        leaves = jax.tree.leaves(tree)
+        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+    return {"parameters": bytes_on_chip(state.params), "moments": bytes_on_chip(state.opt_state)}
 
 
 def measure_of(hardware: Slice, by_formula: bool) -> Measure:
@@ -236,22 +231,19 @@ class Plan:
 def make_plan(request: Request, measure: Measure) -> Plan:
     """Find the memory of a step and return its plan."""
     run, hardware = request.run, request.hardware
-    mesh = planned_mesh(request.mesh, hardware.num_chips)
-    batch_size, length = run.train.batch_size, run.train.train_length
+    plan = Plan(run.mesh.asked(), run.model.remat, run.train.batch_size, run.train.train_length, fits=False)
     outcome = measure(request)
-    if outcome["fits"] and outcome["peak_bytes"] > hardware.memory_bytes:
-        needed, available = (f"{size / GIB:.1f} GiB" for size in (outcome["peak_bytes"], hardware.memory_bytes))
-        outcome = {"fits": False, "reason": f"needs {needed} of {available}"}
-    plan = Plan(request.mesh.asked(), run.model.remat, batch_size, length, fits=outcome["fits"])
-    if not plan.fits:
+    if not outcome["fits"]:
         return dataclasses.replace(plan, **outcome)
-
-    needed = model_flops(run.model, length, batch_size)
-    executed = executed_of(run, mesh, hardware) // hardware.num_chips
-    state, held = state_bytes(run, mesh), outcome.pop("held_bytes")
-    outcome["held_bytes"] = state | {"batch and padding": held.pop("arguments") - sum(state.values())} | held
+    if outcome["peak_bytes"] > hardware.memory_bytes:
+        needed, available = (f"{size / GIB:.1f} GiB" for size in (outcome["peak_bytes"], hardware.memory_bytes))
+        return dataclasses.replace(plan, reason=f"needs {needed} of {available}")
+    needed = model_flops(run.model, plan.length, plan.batch_size)
+    executed = executed_of(request) // hardware.num_chips
+    state, held = state_bytes(request), outcome.pop("held_bytes")
     return dataclasses.replace(
         plan,
+        held_bytes=state | {"batch and padding": held.pop("arguments") - sum(state.values())} | held,
         model_flops=dataclasses.asdict(needed),
         executed_flops=executed,
         step_seconds=executed / hardware.chip.peak_flops,
@@ -260,19 +252,12 @@ def make_plan(request: Request, measure: Measure) -> Plan:
     )
 
 
-def attentions_of(run: RunConfig, mesh: Mesh, hardware: Slice) -> list[Implementation]:
-    """Return the implementation of attention of each of `model.layer_kinds` in a train step."""
-    place = hardware.platform, hardware.chip.device_kinds[0], mesh.shape["context"] * mesh.shape["tensor"]
-    is_packed, kinds = run.data.packing == "documents", range(len(run.model.layer_kinds))
-    return [attention_of(run.model, run.train.train_length, *place, is_packed, kind=kind) for kind in kinds]
-
-
-def executed_of(run: RunConfig, mesh: Mesh, hardware: Slice) -> int:
-    """Return `executed_flops` of a run's train step, over all chips."""
-    sizes, train = dict(mesh.shape), run.train
-    batch_parts, row_parts = math.prod(sizes[axis] for axis in BATCH_AXES), sizes["context"] * sizes["tensor"]
+def executed_of(request: Request) -> int:
+    """Return `executed_flops` of a train step, over all chips."""
+    sizes, run, train = request.mesh.shape, request.run, request.run.train
+    batch_parts, row_parts = (math.prod(sizes[axis] for axis in axes) for axes in (BATCH_AXES, ROW_AXES))
     chunk_tokens = train.batch_size * train.train_length // (batch_parts * sizes["context"] * train.accumulation_steps)
-    attention, *others = attentions_of(run, mesh, hardware)
+    attention, *others = request.attentions
     return executed_flops(
         dataclasses.replace(run.model, attention=attention),
         train.train_length,
@@ -283,18 +268,6 @@ def executed_of(run: RunConfig, mesh: Mesh, hardware: Slice) -> int:
         chunked_unembedding=chunk_tokens > train.logits_chunk_tokens,
         alternate_attention=others[0] if others else None,
     ).total
-
-
-def state_bytes(run: RunConfig, mesh: Mesh) -> dict[str, int]:
-    """Return the memory of the parameters and the optimizer's moments on each chip, exactly."""
-    optimizer = make_optimizer(run.optimizer, run.train.num_steps)
-    state = abstract_state(run.model, optimizer, mesh, run.init.trained_kinds)
-
-    def bytes_on_chip(tree: Any) -> int:
-        leaves = jax.tree.leaves(tree)
-        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
-
-    return {"parameters": bytes_on_chip(state.params), "moments": bytes_on_chip(state.opt_state)}
 
 
 def plan_run(run: RunConfig, hardware: Slice, mesh: MeshConfig | None = None, by_formula: bool = False) -> list[Plan]:
@@ -312,7 +285,7 @@ def plan_run(run: RunConfig, hardware: Slice, mesh: MeshConfig | None = None, by
     if mesh is None:
         meshes, remats = candidates(run, hardware), REMATS
     else:
-        run.check_mesh(planned_mesh(mesh, hardware.num_chips))
+        run.check_mesh(mesh.abstract(hardware.num_chips))
         meshes, remats = [mesh], (run.model.remat,)
     measure = measure_of(hardware, by_formula)
     plans: list[Plan] = []
@@ -320,11 +293,16 @@ def plan_run(run: RunConfig, hardware: Slice, mesh: MeshConfig | None = None, by
         for each in bar:
             for remat in remats:
                 bar.set_postfix_str(f"{each.asked()} remat={remat}")
-                model = dataclasses.replace(run.model, remat=remat)
-                plans.append(make_plan(Request(dataclasses.replace(run, model=model), hardware, each), measure))
+                plans.append(make_plan(Request(changed(run, each, remat), hardware), measure))
                 if plans[-1].fits:
                     break
     return plans
+
+
+def changed(run: RunConfig, mesh: MeshConfig, remat: str, **train: Any) -> RunConfig:
+    """Return a run on another mesh, with another remat, and with changes of its section `train`."""
+    model = dataclasses.replace(run.model, remat=remat)
+    return dataclasses.replace(run, mesh=mesh, model=model, train=dataclasses.replace(run.train, **train))
 
 
 def best(plans: list[Plan]) -> Plan | None:
@@ -340,13 +318,11 @@ def largest_batch(run: RunConfig, hardware: Slice, plans: list[Plan]) -> int | N
     """
     chosen = best(plans)
     plan, available = chosen or plans[-1], hardware.memory_bytes
-    model = dataclasses.replace(run.model, remat=plan.remat)
     mesh = read_mesh("mesh", plan.mesh)
     share = math.prod(mesh.sizes(hardware.num_chips)[: len(BATCH_AXES)]) * run.train.accumulation_steps
 
     def peak(batch_size: int) -> int:
-        train = dataclasses.replace(run.train, batch_size=batch_size)
-        return estimate(Request(dataclasses.replace(run, model=model, train=train), hardware, mesh))["peak_bytes"]
+        return estimate(Request(changed(run, mesh, plan.remat, batch_size=batch_size), hardware))["peak_bytes"]
 
     batch_size = plan.batch_size
     if chosen is not None and chosen.peak_bytes is not None:
@@ -381,40 +357,19 @@ def costs(run: RunConfig, hardware: Slice, plan: Plan, utilisation: float) -> di
     }
 
 
-def train_command(spec: dict[str, Any], run: RunConfig, hardware: Slice, plan: Plan, given: Sequence[str]) -> str:
-    """Return the command that trains as planned: `given` flags, and those for which the plan differs from the config.
-
-    If the config `spec` of the run has no text, it is the standard library's, in place of a corpus.
-    """
-    sizes = read_mesh("mesh", plan.mesh).sizes(hardware.num_chips)
-    asked = dataclasses.astuple(run.mesh)
-    with contextlib.suppress(InputError):
-        asked = run.mesh.sizes(hardware.num_chips)  # without -1
-    added = {f"mesh.{axis}": size for axis, size, one in zip(AXES, sizes, asked, strict=True) if size != one}
-    added |= {} if run.model.remat == plan.remat else {"model.remat": plan.remat}
-    added |= {} if has_text(spec) else {"data.path": STDLIB}
-    own = [f"--config.{field}={value}" for field, value in added.items()]
-    return " ".join(map(shlex.quote, ["dape-train", *given, *own]))
-
-
-def flags_without(arguments: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Return the flags of a command line except those with these names."""
-    kept, arguments = list[str](), list(arguments)
-    while arguments:
-        one = arguments.pop(0)
-        name, equals, _ = one.lstrip("-").partition("=")
-        value = [arguments.pop(0)] if not equals and arguments and not arguments[0].startswith("-") else []
-        kept += [] if name.removeprefix("no") in names or name in names else [one, *value]
-    return kept
+def train_flags(run: RunConfig, plan: Plan) -> list[str]:
+    """Return the flags of `dape-train` for the mesh and the remat of a plan that are not those of the run's config."""
+    sizes, asked = vars(read_mesh("mesh", plan.mesh)), vars(run.mesh)
+    added = {f"mesh.{axis}": size for axis, size in sizes.items() if size != asked[axis]}
+    added |= {} if plan.remat == run.model.remat else {"model.remat": plan.remat}
+    return [f"--config.{field}={value}" for field, value in added.items()]
 
 
 # ---- report
 
-Command = Callable[[Plan], str]  # returns the command that trains as planned
 
-
-def to_markdown(run: RunConfig, hardware: Slice, plans: list[Plan], utilisation: float, command: Command) -> str:
-    """Return a table with a line for each plan, and memory, costs and the training `command` of the best."""
+def to_markdown(run: RunConfig, hardware: Slice, plans: list[Plan], utilisation: float) -> str:
+    """Return a table with a line for each plan, and memory, costs and `train_flags` of the best."""
     chip, model, chosen = hardware.chip, run.model, best(plans)
     bias, processor = (type(each).__name__.removesuffix("Config") for each in (model.bias, model.processor))
     num_params = parameter_counts(model_structure(model)[1])["total"]
@@ -461,8 +416,9 @@ def to_markdown(run: RunConfig, hardware: Slice, plans: list[Plan], utilisation:
         f"largest batch  {batch}",
         f"run            {steps}: {cost['tokens']:.3g} tokens, {cost['flops']:.3g} FLOPs",
         f"time           {time_text}",
-        f"train          {command(chosen)}",
     ]
+    if added := train_flags(run, chosen):
+        lines.append(f"train          dape-train with this config and {' '.join(added)}")
     return "\n".join(lines) + "\n"
 
 
@@ -485,11 +441,11 @@ def save(directory: Path, run: RunConfig, hardware: Slice, plans: list[Plan], ut
     write_json(directory / "plan.json", record)
 
 
-def print_attached(spec: dict[str, Any], arguments: Sequence[str]) -> None:
+def print_attached(spec: dict[str, Any]) -> None:
     """Compile a training step for the devices of this process, and print its plan: `dape-train --plan`."""
     run, hardware = RunConfig.from_dict(follow_corpus(spec)), attached()
-    plans = plan_run(run, hardware, MeshConfig(*run.mesh.sizes(hardware.num_chips)))
+    run = dataclasses.replace(run, mesh=MeshConfig(*run.mesh.sizes(hardware.num_chips)))
+    plans = plan_run(run, hardware, run.mesh)
     wait_for_all("planning")  # a process that ended while another compiles would end it
-    command = functools.partial(train_command, spec, run, hardware, given=flags_without(arguments, ["plan"]))
     if jax.process_index() == 0:
-        print(to_markdown(run, hardware, plans, UTILISATION, command), end="")
+        print(to_markdown(run, hardware, plans, UTILISATION), end="")

@@ -6,7 +6,6 @@ In a clone, `python train.py` is the same program.
 """
 
 import dataclasses
-import sys
 from typing import Any
 
 from dape_jax import command_line
@@ -54,7 +53,7 @@ def main(settings: Settings, spec: dict[str, Any]) -> None:
     if settings.plan:
         from dape_jax.planning.plan import print_attached  # only now: training needs nothing of it
 
-        print_attached(spec, sys.argv[1:])
+        print_attached(spec)
         return
     train(spec, workdir, settings.verify, settings.change)
 

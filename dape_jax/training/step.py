@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Wrapped
 from jaxtyping import Array, Bool, Float, Int
 
@@ -50,7 +50,7 @@ class TrainState(NamedTuple):
     health: Health
 
 
-def abstract_params(config: TransformerConfig, mesh: Mesh) -> Params:
+def abstract_params(config: TransformerConfig, mesh: Mesh | AbstractMesh) -> Params:
     """Return the shapes, dtypes and shardings of a model's parameters, without allocating them."""
     _, params = model_structure(config)
     return jax.tree.map(
@@ -61,7 +61,7 @@ def abstract_params(config: TransformerConfig, mesh: Mesh) -> Params:
 def abstract_state(
     config: TransformerConfig,
     optimizer: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     train_only: tuple[str, ...] = (),
 ) -> TrainState:
     """Return the shapes, dtypes and shardings of a state, without allocating it. Moments are sharded like parameters.
