@@ -10,7 +10,6 @@ import itertools
 import json
 import logging
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -26,15 +25,12 @@ from dape_jax.errors import InputError, StoppedError, require
 
 Result = TypeVar("Result")
 
-logger = logging.getLogger(__name__)
-
 # A process without a heartbeat for this long counts as dead; a failed process waits this long for the others to shut
 # down. The sum is less than half a minute.
 TIMEOUTS: dict[str, Any] = {"heartbeat_timeout_seconds": 20, "shutdown_timeout_seconds": 8}
 
-# The processes wait for each other, where one compiles or prepares text, for at most four hours: one minute at a time,
-# to log who is late.
-_MINUTE, _MOST_MINUTES = 60, 240
+# Seconds in which processes wait for each other, where one compiles or prepares text.
+_LONGEST_WORK = 4 * 3600
 _barriers = itertools.count()  # their numbers are the same on all processes
 
 
@@ -72,34 +68,23 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
         logging.getLogger("dape_jax").setLevel(logging.WARNING)
 
 
-def process_zero_only(work: Callable[[], object]) -> None:
-    """Run `work` on process 0 while the other processes wait.
+def process_zero_only(work: Callable[[], Result]) -> Result | None:
+    """Run `work` on process 0 while the other processes wait. Return its result, or None on the others.
 
     Raises:
         InputError: raised by `work`; it is raised on all processes.
     """
     if jax.process_count() == 1:
-        work()
-        return
-    fault = ""
+        return work()
+    result, fault = None, ""
     if jax.process_index() == 0:
         try:
-            work()
+            result = work()
         except InputError as error:
             fault = str(error)
     if fault := first_fault(fault):
         raise InputError(fault)
-
-
-def process_zero_first(work: Callable[[], Result]) -> Result:
-    """Run `work` on process 0 while the other processes wait, then on the others, which may reuse its result.
-
-    Raises:
-        InputError: raised by `work`; if process 0 raised it, it is raised on all processes.
-    """
-    results: list[Result] = []
-    process_zero_only(lambda: results.append(work()))
-    return results[0] if results else work()
+    return result
 
 
 def first_fault(fault: str) -> str:
@@ -123,24 +108,14 @@ def wait_for_all(work: str) -> None:
     """Wait until all processes have finished some work, which may take one of them much longer than the others.
 
     It is a barrier of jax's coordination service. In a collective of the devices, the first processes would give up
-    after the backend's own, shorter timeout. Each minute, the first process that waits logs which are late.
+    after the backend's own, shorter timeout.
 
     Raises:
         JaxRuntimeError: a process has died, or is late by four hours.
     """
-    if jax.process_count() == 1:
-        return
-    number, everyone = next(_barriers), set(range(jax.process_count()))
-    for minute in range(_MOST_MINUTES):
-        try:  # a process that is late fails at once in the barriers of earlier minutes
-            name = f"dape_jax {number} {minute}"
-            return ocp.multihost.sync_global_processes(name, timeout=_MINUTE, processes=everyone)
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error) or minute == _MOST_MINUTES - 1:
-                raise
-            late = {int(process) for process in re.findall(r"^\d+$", str(error), re.M)}
-            if jax.process_index() == min(everyone - late):
-                logger.warning("%s: waiting for process %s", work, ", ".join(map(str, sorted(late))))
+    if jax.process_count() > 1:
+        name, everyone = f"{work} {next(_barriers)}", set(range(jax.process_count()))
+        ocp.multihost.sync_global_processes(name, timeout=_LONGEST_WORK, processes=everyone)
 
 
 class SharedTimer:

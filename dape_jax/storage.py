@@ -1,4 +1,4 @@
-"""Paths given by users: local, gs://bucket/path or s3://bucket/path, all `etils.epath.Path`; the marker of a run.
+"""Paths given by users: local, gs://bucket/path or s3://bucket/path, all `etils.epath.Path`; and files of a run.
 
 A bucket has no locks. A run that writes to a directory in a bucket keeps the object `run.lock` there: its host, process
 and time, written again every minute. Two runs that start within the same second do not see each other at first; the
@@ -13,6 +13,7 @@ import math
 import os
 import re
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,6 +81,42 @@ def names_in(directory: epath.Path) -> list[str]:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return [path.name for path in directory.iterdir()]
     return []
+
+
+class AppendedFiles:
+    """Files of a run directory that are appended to: logs, metrics, traces.
+
+    An object in a bucket cannot be appended to. For a bucket, `local` is a temporary directory, and `upload` copies the
+    files that have grown.
+    """
+
+    def __init__(self, workdir: epath.PathLike):
+        self.workdir, self.sizes = epath.Path(workdir), dict[Path, int]()
+        self.is_bucket = is_remote(workdir)
+        self.local = epath.Path(tempfile.mkdtemp()) if self.is_bucket else self.workdir
+
+    def __enter__(self) -> "AppendedFiles":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.upload()
+        if self.is_bucket:
+            self.local.rmtree()
+
+    def earlier(self, name: str) -> epath.Path:
+        """Return the local path of a file of the run directory; it has the content of earlier starts, if any."""
+        file = self.workdir / name
+        if self.is_bucket and file.exists():
+            (self.local / name).write_bytes(file.read_bytes())
+        return self.local / name
+
+    def upload(self) -> None:
+        """Copy files that have grown to the bucket."""
+        for file in filter(Path.is_file, Path(self.local).rglob("*") if self.is_bucket else ()):
+            size = file.stat().st_size
+            if self.sizes.get(file) != size:
+                (self.workdir / file.relative_to(self.local)).write_bytes(file.read_bytes())
+                self.sizes[file] = size
 
 
 @contextlib.contextmanager

@@ -16,8 +16,7 @@ import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import Run, environment, losses, run_python, steps
-from test_training import saved_arrays
+from processes import Run, environment, every, losses, run_python, steps
 
 from dape_jax import distributed
 from dape_jax.config import RunConfig
@@ -61,7 +60,6 @@ def test_an_incomplete_environment_is_refused():
 
 SEVERAL = """
 import sys
-import time
 from pathlib import Path
 import jax
 from dape_jax import command_line, distributed
@@ -72,16 +70,18 @@ def refuse():
 
 def main():
     distributed.join(None, None, None)
-    done = distributed.process_zero_first(lambda: Path("order").open("a").write(str(jax.process_index())))
+    note = lambda: Path("order").open("a").write(str(jax.process_index()))
+    distributed.process_zero_only(note) or note()
     facts = {"a": {"b": jax.process_index(), "c": 1}}
-    for work in (refuse, lambda: distributed.require_same(text="same", config=facts)):
+    for agree in (
+        lambda: distributed.process_zero_only(refuse),
+        lambda: distributed.require_same(text="same", config=facts),
+    ):
         try:
-            distributed.process_zero_first(work) if work is refuse else work()
+            agree()
         except InputError as error:
             print(error, flush=True)
     print(distributed.first_fault("fault of 1" if jax.process_index() == 1 else ""), flush=True)
-    distributed._MINUTE = 1
-    time.sleep(2.5 * jax.process_index())
     distributed.wait_for_all("thinking")
     distributed.process_zero_only(lambda: Path("only").open("a").write(str(jax.process_index())))
     distributed.require_same(text="same")
@@ -118,7 +118,6 @@ def test_processes_started_by_a_cluster_join_and_agree(tmp_path):
     assert [run.returncode for run in runs] == [143, 143], err
     assert (tmp_path / "order").read_text() == "01"
     assert (tmp_path / "only").read_text() == "0"
-    assert ["thinking: waiting for process 1" in text for text in err] == [True, False]
     for text in out:
         refused, differs, fault = (line for line in text.splitlines() if "Gloo" not in line)
         assert refused == "text = 'a': of process 0"
@@ -200,50 +199,16 @@ def test_sigterm_at_any_time_stops_a_run_once(start, noticed_at, num_steps):
     assert stops == ([expected] if expected <= start + num_steps else [])
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("processes")
-    tiny.write_text(root / "text")
-    return root
-
-
-class StopsAfter3(PreemptionGuard):
-    def should_stop(self, step: int) -> bool:
-        return step == 3
-
-
-@pytest.mark.slow
-def test_a_stopped_run_resumes_exactly_and_its_step_is_never_the_best(root, tmp_path, monkeypatch):
-    """Stop between two validations, keeping one checkpoint: bitwise equal to the uninterrupted run."""
-    spec = tiny.spec(root, train__max_to_keep=1, train__num_steps=4, model__num_layers=1)
-    spec["model"]["processor"] = {"name": "none"}
-    loop.train(spec, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "PreemptionGuard", StopsAfter3)
-        with pytest.raises(StoppedError, match="after step 3, saved"):
-            loop.train(spec, tmp_path / "stopped")
-    assert steps(tmp_path / "stopped") == [2, 3]  # the best, and the newest
-    assert checkpoint.restore_config(tmp_path / "stopped", "best")[0] == 2
-    assert checkpoint.restore_config(tmp_path / "stopped", "newest")[0] == 3
-    loop.train(spec, tmp_path / "stopped")
-    assert steps(tmp_path / "stopped") == steps(tmp_path / "whole")
-    chex.assert_trees_all_equal(saved_arrays(tmp_path / "stopped", 4), saved_arrays(tmp_path / "whole", 4))
-
-
 # ---- real processes
 
 
-EIGHT_STEPS = (
-    "--config.train.num_steps=8",
-    "--config.train.eval_interval=4",
-    "--config.train.checkpoint_interval=4",
-)
+EIGHT_STEPS = every(4, 8)
 
 
 @pytest.fixture(scope="module")
-def one_process(root, tmp_path_factory) -> Path:
+def one_process(trained_root, tmp_path_factory) -> Path:
     workdir = tmp_path_factory.mktemp("one") / "run"
-    one = Run(root, workdir, 1, *EIGHT_STEPS)
+    one = Run(trained_root, workdir, 1, *EIGHT_STEPS)
     assert one.wait() == [0], one.texts()
     return workdir
 
@@ -269,16 +234,16 @@ def assert_same_result(workdir: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_are_one(root, tmp_path, one_process):
+def test_two_processes_are_one(trained_root, tmp_path, one_process):
     """With parameters sharded over both, on a new corpus; then one process resumes the run of two."""
     new = (f"--config.data.cache_dir={tmp_path}/cache",)
-    two = Run(root, tmp_path / "two", 2, *EIGHT_STEPS, *new)
+    two = Run(trained_root, tmp_path / "two", 2, *EIGHT_STEPS, *new)
     assert two.wait() == [0, 0], two.texts()
     assert_same_result(tmp_path / "two", one_process)
     assert len(list((tmp_path / "two" / "tensorboard").iterdir())) == 1
     assert [step for step, _ in losses(tmp_path / "two")] == list(range(1, 9))
 
-    one = Run(root, back_to_step_4(tmp_path / "two", tmp_path / "two_one"), 1, *EIGHT_STEPS, *new)
+    one = Run(trained_root, back_to_step_4(tmp_path / "two", tmp_path / "two_one"), 1, *EIGHT_STEPS, *new)
     assert one.wait() == [0], one.texts()
     assert_same_result(tmp_path / "two_one", one_process)
 
@@ -287,7 +252,7 @@ def test_two_processes_are_one(root, tmp_path, one_process):
     shutil.copytree(tmp_path / "two", workdir)
     for file in (workdir / "checkpoints" / "8" / "params" / "ocdbt.process_1" / "d").iterdir():
         file.write_bytes(bytes(byte ^ 0x55 if place % 7 == 3 else byte for place, byte in enumerate(file.read_bytes())))
-    two = Run(root, workdir, 2, *EIGHT_STEPS, *new)
+    two = Run(trained_root, workdir, 2, *EIGHT_STEPS, *new)
     assert two.wait() == [0, 0], two.texts()
     assert (workdir / "damaged" / "8").is_dir()
     assert "step 8 is damaged and moved" in two.texts()[0]
@@ -295,25 +260,21 @@ def test_two_processes_are_one(root, tmp_path, one_process):
 
 
 @pytest.mark.slow
-def test_two_processes_resume_the_run_of_one_with_context_parallelism(root, tmp_path, one_process):
+def test_two_processes_resume_the_run_of_one_with_context_parallelism(trained_root, tmp_path, one_process):
     workdir = back_to_step_4(one_process, tmp_path / "one_two")
-    two = Run(root, workdir, 2, *EIGHT_STEPS, "--config.mesh.fsdp=1", "--config.mesh.context=4")
+    two = Run(trained_root, workdir, 2, *EIGHT_STEPS, "--config.mesh.fsdp=1", "--config.mesh.context=4")
     assert two.wait() == [0, 0], two.texts()
     assert_same_result(workdir, one_process)
 
 
 @pytest.mark.slow
-def test_two_processes_stop_together_and_die_together(root, tmp_path):
+def test_two_processes_stop_together_and_die_together(trained_root, tmp_path):
     """A signal to one process stops both at the same step; SIGKILL of one ends the other within half a minute."""
     workdir = tmp_path / "run"
-    endless = (
-        "--config.train.num_steps=100000",
-        "--config.train.eval_interval=4",
-        "--config.train.checkpoint_interval=4",
-    )
+    endless = every(4, 100_000)
     stopped_after = 0
     for sent in (signal.SIGTERM, signal.SIGUSR1):
-        two = Run(root, workdir, 2, *endless)
+        two = Run(trained_root, workdir, 2, *endless)
         two.until(lambda: [step for step in steps(workdir) if step > stopped_after])  # noqa: B023
         two.processes[1].send_signal(sent)
         assert two.wait() == [143, 128 + sent], two.texts()
@@ -323,7 +284,7 @@ def test_two_processes_stop_together_and_die_together(root, tmp_path):
             assert int(said[1]) == steps(workdir)[-1] > stopped_after
         stopped_after = steps(workdir)[-1]
 
-    two = Run(root, workdir, 2, *endless)
+    two = Run(trained_root, workdir, 2, *endless)
     two.until(lambda: steps(workdir)[-1] > stopped_after)
     two.processes[1].kill()
     killed_at = time.monotonic()
@@ -350,13 +311,13 @@ def ending(run: Run) -> str:
 
 
 @pytest.mark.extra
-def test_a_difference_between_processes_is_named_on_both(root, tmp_path):
+def test_a_difference_between_processes_is_named_on_both(trained_root, tmp_path):
     """Check another package's version too: ours may be next to train.py, whose directory is searched first."""
     metadata = tmp_path / "packages" / "optax-99.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: optax\nVersion: 99\n")
     flags, path = ("--config.train.seed=7",), metadata.parents[1]
-    line = ending(Run(root, tmp_path / "run", 2, last_flags=flags, last_path=path))
+    line = ending(Run(trained_root, tmp_path / "run", 2, last_flags=flags, last_path=path))
     assert line.startswith(
         "error: must be the same on all processes: config.train.seed: process 0 has 0, process 1 has 7"
     )
@@ -365,7 +326,7 @@ def test_a_difference_between_processes_is_named_on_both(root, tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_agree_on_the_data_and_the_steps(root, tmp_path, one_process):
+def test_processes_agree_on_the_data_and_the_steps(trained_root, tmp_path, one_process):
     """Relative paths lead to another corpus and another workdir on process 1: its working directory differs."""
     here, there = tmp_path / "here", tmp_path / "there"
     for directory, words in ((here, "keys and values "), (there, "queries and keys ")):
@@ -373,10 +334,10 @@ def test_processes_agree_on_the_data_and_the_steps(root, tmp_path, one_process):
         for number in range(10):
             (directory / "text" / f"{number}.txt").write_text(f"{number} {words}" * 20)
     own = ("--config.data.path=text", "--config.data.cache_dir=cache")
-    line = ending(Run(root, here / "run", 2, *own, last_directory=there))
+    line = ending(Run(trained_root, here / "run", 2, *own, last_directory=there))
     assert re.search(r"data_digest: process 0 has '\w{64}', process 1 has '\w{64}'", line), line
     shutil.copytree(one_process, here / "run")
     back_to_step_4(one_process, there / "run")
-    line = ending(Run(root, here / "run", 2, *EIGHT_STEPS, "--workdir=run", last_directory=there))
+    line = ending(Run(trained_root, here / "run", 2, *EIGHT_STEPS, "--workdir=run", last_directory=there))
     assert "saved_steps: process 0 has ['8', '4'], process 1 has ['4']" in line
     assert steps(here / "run") == [4, 8]

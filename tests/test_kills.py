@@ -15,9 +15,8 @@ import time
 from pathlib import Path
 
 import pytest
-import tiny
 from etils import epath
-from processes import Run, losses
+from processes import Run, every, losses
 
 from dape_jax.files import read_json
 from dape_jax.storage import names_in, to_path
@@ -27,25 +26,13 @@ pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("DAPE_KILLS", "4"))
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("kills")
-    tiny.write_text(root / "text")
-    return root
-
-
-def flags(num_steps: int) -> list[str]:
-    fields = {"num_steps": num_steps, "eval_interval": 2, "checkpoint_interval": 2}
-    return [f"--config.train.{name}={value}" for name, value in fields.items()]
-
-
 def kill_at_random(root: Path, workdir: epath.Path, num_processes: int, kills: int, num_steps: int) -> dict[str, int]:
     """Start and kill the run again and again; return how often each moment and signal was hit."""
     draw, hits = random.Random(9), dict.fromkeys(("start-up", "step", "save", "SIGKILL", "SIGTERM"), 0)
     for _ in range(kills):
         moment = draw.choice(("start-up", "step", "save"))
         before = step_names(workdir)[:1]
-        run = Run(root, workdir, num_processes, *flags(num_steps))
+        run = Run(root, workdir, num_processes, *every(2, num_steps))
         try:
             if moment == "start-up":
                 end = time.monotonic() + draw.uniform(0, 6)
@@ -80,15 +67,15 @@ def kill_at_random(root: Path, workdir: epath.Path, num_processes: int, kills: i
         pytest.param("bucket", 1, 2, id="bucket", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_killed_run_ends_with_the_same_bits(root, tmp_path, request, place, num_processes, kills):
+def test_a_killed_run_ends_with_the_same_bits(trained_root, tmp_path, request, place, num_processes, kills):
     if place == "bucket":
         request.getfixturevalue("google_storage")
     workdir = to_path("gs://bucket/killed" if place == "bucket" else str(tmp_path / "killed"), "workdir")
     num_steps = 6 * kills + 8  # with a checkpoint after every second step, a kill comes after a few steps
-    hits = kill_at_random(root, workdir, num_processes, kills, num_steps)
+    hits = kill_at_random(trained_root, workdir, num_processes, kills, num_steps)
     assert place == "bucket" or all(hits.values()), hits
     for each in (workdir, tmp_path / "whole"):
-        run = Run(root, each, num_processes, *flags(num_steps))
+        run = Run(trained_root, each, num_processes, *every(2, num_steps))
         assert run.wait(600) == [0] * num_processes, run.texts()
     digests = [
         read_json(each / "checkpoints" / str(num_steps) / "digests" / "metadata")

@@ -25,6 +25,7 @@ from dape_jax.errors import InputError, StoppedError
 from dape_jax.evaluation.statistics import perplexity_of
 from dape_jax.progress import Progress
 from dape_jax.provenance import describe, record_start, run_id
+from dape_jax.storage import AppendedFiles
 from dape_jax.training import loop, metrics, watch
 
 pytestmark = pytest.mark.extra
@@ -46,7 +47,7 @@ def told(trained_root, tmp_path_factory):
     spec["train"] |= {"wandb_entity": "lab", "wandb_group": "seeds", "wandb_tags": "kerple,T16"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "wandb", fake)
-        patch.setattr(metrics, "mfu", lambda *_: 0.5)
+        patch.setattr(metrics, "mfu", lambda *_: 1e-9)
         package.addHandler(handler)
         package.setLevel(logging.INFO)
         try:
@@ -72,7 +73,7 @@ def test_a_log_has_a_time_and_a_message_in_each_line(told):
     begun = messages.index("compiling the training step ...", messages.index("resuming from step 2 of 4"))
     assert messages[begun + 1].startswith("compiled the training step in ")
     (last_progress,) = [message for message in messages[begun:] if message.startswith("my run: ")]  # under a minute
-    assert re.match(r"my run: 4 of 4 steps, .*MFU 50\.0%, validation", last_progress)
+    assert re.match(r"my run: 4 of 4 steps, .*MFU 0\.0%, validation", last_progress)
     # `train.log` has the same lines with the date, of both starts, and why the first one ended.
     kept = (workdir / "train.log").read_text().splitlines()
     stopped = [line.split(" ERROR ")[1] for line in kept if " ERROR " in line]
@@ -84,11 +85,18 @@ def test_a_log_has_a_time_and_a_message_in_each_line(told):
     assert FORMATTER.format(record)[8:] == " warning: low on space"
 
 
-def test_progress_is_a_line_a_minute(monkeypatch, caplog):
+@pytest.fixture
+def clock(monkeypatch, caplog) -> list[float]:
+    """Return the time of progress without a terminal, which a test may change."""
     caplog.set_level(logging.INFO, "dape_jax")
     clock = [0.0]
     monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
-    monkeypatch.setattr(progress.sys, "stderr", io.StringIO())
+    monkeypatch.setattr(metrics, "time", types.SimpleNamespace(monotonic=lambda: clock[0], time=lambda: clock[0]))
+    monkeypatch.setattr(progress, "sys", types.SimpleNamespace(stderr=io.StringIO()))
+    return clock
+
+
+def test_progress_is_a_line_a_minute(clock, caplog):
     with Progress(total=1000, unit="step", desc="run") as bar:
         bar._time = lambda: clock[0]
         for _ in range(300):
@@ -100,13 +108,10 @@ def test_progress_is_a_line_a_minute(monkeypatch, caplog):
     assert progress.sys.stderr.getvalue() == ""  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_rates_are_means_since_the_last_line_without_compilation_validation_and_saving(tmp_path, monkeypatch, caplog):
-    caplog.set_level(logging.INFO, logger="dape_jax")
-    clock = [1000.0]
-    monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
-    monkeypatch.setattr(metrics, "time", types.SimpleNamespace(monotonic=lambda: clock[0], time=lambda: clock[0]))
-    monkeypatch.setattr(progress.sys, "stderr", io.StringIO())
-    monkeypatch.setattr(metrics, "mfu", lambda flops, *_: flops / logger.token_flops / 1000)
+def test_rates_are_means_since_the_last_line_without_compilation_validation_and_saving(
+    tmp_path, monkeypatch, clock, caplog
+):
+    monkeypatch.setattr(metrics, "mfu", lambda *_: 1e-3)
     names = ("loss_nats", "gradient_norm", "applied", "bad", "num_applied", "skipped", "bad_in_a_row")
     values = {name: jnp.float32(name in ("loss_nats", "applied", "num_applied")) for name in names}
     run = RunConfig.from_dict(tiny.spec(tmp_path, train__num_steps=10))
@@ -117,14 +122,14 @@ def test_rates_are_means_since_the_last_line_without_compilation_validation_and_
             clock[0] += each
             logger.flush()
 
-    with metrics.MetricLogger(tmp_path, run, 0) as logger:
+    with metrics.MetricLogger(AppendedFiles(tmp_path), run, 0) as logger:
         clock[0] += 500  # compiles
         logger.restart_clock()
         steps(30, 90)
         clock[0] += 700
         logger.log_validation(2, {"loss_nats": 1.0})
         steps(20)
-        logger.sync()
+        logger.flush()
         clock[0] += 40  # saves
         logger.restart_clock()
         steps(20, 20)
@@ -208,7 +213,7 @@ def test_repeated_steps_replace_earlier_ones_and_a_cut_line_is_removed(tmp_path)
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1, "a/x": 1.5}\n{"step": 2, "a/x": "nan"}\n{"step": 3, "a/x": 9}\n{"step": 2, "a/')
     assert set(metrics.read_metrics(tmp_path)["a/x"]) == {1, 2, 3}
-    with metrics.MetricLogger(tmp_path, run, start=2) as metric_logger:
+    with metrics.MetricLogger(AppendedFiles(tmp_path), run, start=2) as metric_logger:
         metric_logger.log_validation(4, {"loss_nats": 2.0})
         assert len(file.read_text().splitlines()) == 3  # written at once
     found = metrics.read_metrics(tmp_path)
@@ -227,7 +232,7 @@ def test_wandb_without_the_package_or_a_key_is_one_line(trained_root, tmp_path, 
     monkeypatch.setitem(sys.modules, "wandb", fake)
     record_start(tmp_path, 0, {})
     with pytest.raises(InputError, match=r"^train\.wandb = 'mine': api_key not configured$"):
-        metrics.MetricLogger(tmp_path, RunConfig.from_dict(spec), 0)
+        metrics.MetricLogger(AppendedFiles(tmp_path), RunConfig.from_dict(spec), 0)
 
 
 def test_a_trace_is_written(told):
@@ -240,7 +245,7 @@ def test_a_trace_is_written(told):
 def test_a_signal_traces_the_next_steps_of_its_process(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "TRACED_STEPS", 2)
     before = signal.getsignal(signal.SIGUSR2)
-    with watch.Trace(tmp_path, (9, 9), 0) as trace:
+    with watch.Trace(AppendedFiles(tmp_path), (9, 9), 0) as trace:
         for step in range(1, 10):
             if step == 3:
                 os.kill(os.getpid(), signal.SIGUSR2)
@@ -252,29 +257,22 @@ def test_a_signal_traces_the_next_steps_of_its_process(tmp_path, monkeypatch):
     assert len(list(tmp_path.rglob("*.xplane.pb"))) == 2
 
 
-def test_a_stalled_run_is_one_line_with_its_place(monkeypatch, caplog):
-    monkeypatch.setattr(watch, "STALL_SECONDS", 0.2)
-    with watch.Watchdog(4) as watchdog:
-        for step in (5, 6):
-            time.sleep(0.1)
-            watchdog.ended(step)
-        process_zero_only(lambda: time.sleep(0.7))
-    (line,) = caplog.messages
-    assert line.startswith("process 0: no step has ended for 0 minutes, since step 6: in process_zero_only, ")
-    assert re.search(r"dape_jax/distributed\.py:\d+$", line)
+def test_a_stalled_run_shows_where_its_threads_are(monkeypatch, capfd):
+    monkeypatch.setattr(watch, "STALL_SECONDS", 0.4)
+    with watch.stack_of_stalls() as step_ended:
+        for _ in range(3):
+            time.sleep(0.2)
+            step_ended()
+        assert "process_zero_only" not in capfd.readouterr().err
+        process_zero_only(lambda: time.sleep(0.6))
+    assert re.search(r"dape_jax/distributed\.py\", line \d+ in process_zero_only", capfd.readouterr().err)
 
 
 def test_tensorboard_without_its_package_is_one_line(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="dape_jax")
     monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
-    with metrics.MetricLogger(tmp_path, RunConfig.from_dict(tiny.spec(tmp_path)), 0):
+    with metrics.MetricLogger(AppendedFiles(tmp_path), RunConfig.from_dict(tiny.spec(tmp_path)), 0):
         pass
     (message,) = caplog.messages
     assert message.startswith("TensorBoard: no events are written; pip install ")
     assert not (tmp_path / "tensorboard").exists()
-
-
-@pytest.mark.parametrize("steps", [(3,), (3, 2), (0, 2), (1, 2, 3)])
-def test_wrong_steps_of_a_trace_are_refused(tmp_path, steps):
-    with pytest.raises(InputError, match=r"train\.profile_steps = .*must be empty, or the first and the last step"):
-        RunConfig.from_dict(tiny.spec(tmp_path, train__profile_steps=steps))

@@ -80,8 +80,8 @@ def test_files_are_written_read_and_listed(bucket):
 # ---- one run per directory
 
 
-def other_run(bucket: epath.Path, age: float = 0.0, host: str = "other", process: int = 1) -> None:
-    files.write_json(bucket / "run.lock", {"host": host, "process": process, "time": time.time() - age})
+def marker(age: float = 0.0, host: str = "other", process: int = 1) -> dict[str, object]:
+    return {"host": host, "process": process, "time": time.time() - age}
 
 
 def test_one_run_writes_to_a_directory(bucket):
@@ -91,7 +91,7 @@ def test_one_run_writes_to_a_directory(bucket):
         refresh()
         assert json.loads((bucket / "run.lock").read_bytes()) == written  # a minute has not passed
     assert storage.names_in(bucket) == []
-    other_run(bucket, age=500)
+    files.write_json(bucket / "run.lock", marker(age=500))
     refused = rf"^workdir = .*in use by another run \(process 1 on other\); .*delete {bucket}/run.lock or wait"
     with pytest.raises(InputError, match=refused), checkpoint.run_lock(bucket):
         pass
@@ -102,16 +102,12 @@ def test_the_marker_of_an_ended_run_is_ignored(bucket):
     """Check one that is old, one of an older version, and one of a process of this machine that has ended."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    other_run(bucket, age=700)
-    with checkpoint.run_lock(bucket):
-        pass
-    files.write_json(bucket / "run.lock", {"host": "other", "process": 1, "machine": "b", "released": False})
-    with checkpoint.run_lock(bucket):
-        pass
-    other_run(bucket, host=socket.gethostname(), process=ended.pid)
-    with checkpoint.run_lock(bucket):
-        pass
-    other_run(bucket, host=socket.gethostname(), process=os.getppid())
+    of_old_version = {"host": "other", "process": 1, "machine": "b", "released": False}
+    for ignored in (marker(age=700), of_old_version, marker(host=socket.gethostname(), process=ended.pid)):
+        files.write_json(bucket / "run.lock", ignored)
+        with checkpoint.run_lock(bucket):
+            pass
+    files.write_json(bucket / "run.lock", marker(host=socket.gethostname(), process=os.getppid()))
     with pytest.raises(InputError, match="in use by another run"), checkpoint.run_lock(bucket):
         pass
 
@@ -120,7 +116,7 @@ def test_a_run_whose_marker_was_replaced_ends(bucket, monkeypatch):
     monkeypatch.setattr(storage, "_WRITE_SECONDS", 0.0)
     with checkpoint.run_lock(bucket) as refresh:
         refresh()
-        other_run(bucket)
+        files.write_json(bucket / "run.lock", marker())
         with pytest.raises(InputError, match="in use by another run"):
             refresh()
     assert json.loads((bucket / "run.lock").read_bytes())["host"] == "other"
@@ -152,25 +148,27 @@ def test_steps_are_saved_deleted_and_restored(bucket, monkeypatch):
 
 def test_metrics_are_written_before_a_checkpoint(bucket, tmp_path):
     run = RunConfig.from_dict(tiny.spec(tmp_path))
-    with metrics.MetricLogger(bucket, run, 0) as logger:
+    with storage.AppendedFiles(bucket) as appended, metrics.MetricLogger(appended, run, 0) as logger:
         for step in (1, 2):
             logger.log_validation(step, {"loss_nats": 1.0 / step})
         assert metrics.read_metrics(bucket) == {}
-        logger.sync()
+        appended.upload()
         assert metrics.read_metrics(bucket)["validation/loss_nats"] == {1: 1.0, 2: 0.5}
-    with metrics.MetricLogger(bucket, run, 1) as logger:
+    with storage.AppendedFiles(bucket) as appended, metrics.MetricLogger(appended, run, 1) as logger:
         logger.log_validation(3, {"loss_nats": 3.0})
     assert metrics.read_metrics(bucket)["validation/loss_nats"] == {1: 1.0, 3: 3.0}
-    assert storage.names_in(bucket) == ["metrics.jsonl"]
+    assert sorted(storage.names_in(bucket)) == ["metrics.jsonl", "tensorboard"]
+    assert not appended.local.exists()
 
 
 def test_the_log_and_a_trace_are_uploaded(bucket):
     files.write_atomically(bucket / "train.log", b"earlier\n")
-    with watch.TrainLog(bucket) as log, watch.Trace(bucket, (2, 2), 0) as trace:
+    appended = storage.AppendedFiles(bucket)
+    with appended, watch.train_log(appended) as open_log, watch.Trace(appended, (2, 2), 0) as trace:
         logging.getLogger("dape_jax").error("before the lock")
-        log.open()
+        open_log()
         logging.getLogger("dape_jax").error("after it")
-        log.upload()
+        appended.upload()
         lines = [line.rpartition("ERROR ")[2] for line in (bucket / "train.log").read_text().splitlines()]
         assert lines == ["earlier", "before the lock", "after it"]
         for step in (1, 2):
@@ -178,4 +176,3 @@ def test_the_log_and_a_trace_are_uploaded(bucket):
             trace.end(step, np.zeros(1))
     (directory,) = (bucket / "profile/step_2/process_0/plugins/profile").iterdir()
     assert any(name.endswith(".xplane.pb") for name in storage.names_in(directory))
-    assert not Path(trace.local).exists()

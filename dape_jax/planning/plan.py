@@ -53,7 +53,8 @@ def run_to_plan(spec: dict[str, Any]) -> RunConfig:
         spec["model"]["dtype"] = "bfloat16"
     if "vocab_multiple" in spec["model"] and spec["model"]["vocab_multiple"] is None:
         spec["model"]["vocab_multiple"] = 128
-    if not is_algorithmic(spec) and not any(spec["data"].get(field) for field in ("path", "mixture")):
+    has_text = any(value for field, value in spec["data"].items() if field in ("path", "mixture"))
+    if not is_algorithmic(spec) and not has_text:
         spec["data"]["path"] = STDLIB
     is_known = is_algorithmic(spec) or spec["model"]["vocab_size"] is not None
     return RunConfig.from_dict(spec if is_known else follow_corpus(spec))
@@ -192,19 +193,6 @@ def state_bytes(request: Request) -> dict[str, int]:
     return {"parameters": bytes_on_chip(state.params), "moments": bytes_on_chip(state.opt_state)}
 
 
-def measure_of(hardware: Slice, by_formula: bool) -> Measure:
-    """Return how the memory of a step is found: by the compiler, unless it is of GPUs that are not attached.
-
-    Raises:
-        InputError: libtpu is missing.
-    """
-    if hardware.is_attached and not by_formula:
-        return compile_request
-    if by_formula or hardware.platform == "gpu":
-        return estimate
-    return functools.partial(in_process, compile_request, libtpu=find_libtpu())
-
-
 # ---- plans
 
 
@@ -287,7 +275,12 @@ def plan_run(run: RunConfig, hardware: Slice, mesh: MeshConfig | None = None, by
     else:
         run.check_mesh(mesh.abstract(hardware.num_chips))
         meshes, remats = [mesh], (run.model.remat,)
-    measure = measure_of(hardware, by_formula)
+    if by_formula or (hardware.platform == "gpu" and not hardware.is_attached):
+        measure = estimate
+    elif hardware.is_attached:
+        measure = compile_request
+    else:
+        measure = functools.partial(in_process, compile_request, libtpu=find_libtpu())
     plans: list[Plan] = []
     with Progress(meshes, unit="mesh", desc=hardware.name) as bar:
         for each in bar:

@@ -80,9 +80,7 @@ def run_lock(workdir: epath.PathLike) -> Iterator[Callable[[], None]]:
     is_bucket = is_remote(_directory(workdir))
     lock = run_marker(epath.Path(workdir) / LOCK_FILE) if is_bucket else exclusive_lock(workdir, "workdir", LOCK_FILE)
     with contextlib.ExitStack() as stack:
-        entered: list[Callable[[], None] | None] = []
-        process_zero_only(lambda: entered.append(stack.enter_context(lock)))
-        yield next(filter(None, entered), lambda: None)
+        yield process_zero_only(lambda: stack.enter_context(lock)) or (lambda: None)
 
 
 def require_no_pattern(workdir: epath.PathLike) -> None:
@@ -373,8 +371,7 @@ def restore_items(workdir: epath.PathLike, step: int, **items: Any) -> dict[str,
 def _read(workdir: epath.PathLike, name: str, **items: Any) -> dict[str, Any]:
     """Return items of a step, and its metrics if it has any, after comparing them with the step's digests.
 
-    With arrays in `items`, all processes must call this, and an error of one process is raised on all. Without arrays,
-    each process reads on its own.
+    All processes must call this, and an error of one is raised on all.
 
     Raises:
         DamagedError: the step is damaged.
@@ -382,7 +379,6 @@ def _read(workdir: epath.PathLike, name: str, **items: Any) -> dict[str, Any]:
     """
     step, process = _directory(workdir) / name, jax.process_index()
     of_arrays = [item for item, args in items.items() if isinstance(args, ocp.args.StandardRestore)]
-    agreed = first_fault if of_arrays else str
     restored, digests, fault = {}, {}, ""
     try:
         # Each process reads on its own, without Orbax's barriers: the others would wait there for a failed process.
@@ -404,7 +400,7 @@ def _read(workdir: epath.PathLike, name: str, **items: Any) -> dict[str, Any]:
         # A bucket's errors do not tell damage from the network.
         verdict = _NOT_NOW if _error_number(cause) in _NOT_DAMAGE or is_remote(step) else "cannot be read"
         fault = f"{step}: {verdict}: {' '.join(str(cause).split())[:300]}"
-    if fault := agreed(fault):
+    if fault := first_fault(fault):
         raise InputError(f"{fault}; nothing was moved") if _NOT_NOW in fault else DamagedError(fault)
     saved = {path: digest for path, digest in digests.items() if path.split("/")[0] in (*items, "metrics")}
     found = {item: json_digest(value) for item, value in restored.items() if item not in of_arrays}
@@ -414,6 +410,6 @@ def _read(workdir: epath.PathLike, name: str, **items: Any) -> dict[str, Any]:
         fault = f"{step}: {', '.join(wrong[:3])}: differs from what was saved"
     if digests.get("step") not in (None, json_digest(int(name))):  # None: saved by an older version
         fault = f"{step}: was saved as another step"
-    if fault := agreed(fault):
+    if fault := first_fault(fault):
         raise DamagedError(fault)
     return restored

@@ -25,7 +25,7 @@ from dape_jax.errors import require, require_package
 from dape_jax.model.transformer import Params, attention_of, model_structure, parameter_counts
 from dape_jax.provenance import describe, package_versions, provenance, record_start
 from dape_jax.sharding import make_mesh, put_batch
-from dape_jax.storage import is_remote
+from dape_jax.storage import AppendedFiles, is_remote
 from dape_jax.tasks.tapes import Batch
 from dape_jax.training import checkpoint
 from dape_jax.training.changes import allowed_changes, refuse
@@ -41,7 +41,7 @@ from dape_jax.training.step import (
     make_train_step,
     shardings_of,
 )
-from dape_jax.training.watch import Trace, TrainLog, Watchdog
+from dape_jax.training.watch import Trace, stack_of_stalls, train_log
 from dape_jax.training.weights import Start, read_start
 
 logger = logging.getLogger(__name__)
@@ -69,14 +69,15 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, c
             earlier checkpoints are kept.
         StoppedError: SIGTERM or SIGUSR1; the state is saved.
     """
-    with TrainLog(workdir) as train_log:
-        _train(spec, epath.Path(workdir), verify, change, train_log)
+    with AppendedFiles(workdir) as files, train_log(files) as open_log:
+        _train(spec, files, verify, change, open_log)
 
 
 def _train(
-    spec: dict[str, Any], workdir: epath.Path, verify: bool, change: tuple[str, ...], train_log: TrainLog
+    spec: dict[str, Any], files: AppendedFiles, verify: bool, change: tuple[str, ...], open_log: Callable[[], None]
 ) -> None:
     # ---- check the config
+    workdir = files.workdir
     checkpoint.require_no_pattern(workdir)
     saved = checkpoint.read_config(workdir)
     run = read_run(follow_saved(follow_corpus(spec), saved))
@@ -158,7 +159,7 @@ def _train(
     with jax.set_mesh(mesh), checkpoint.run_lock(workdir) as refresh_lock:
         # ---- start or resume
         process_zero_only(write_config)
-        process_zero_only(train_log.open)
+        process_zero_only(open_log)
         if resumed := checkpoint.restore_newest(workdir, planned):
             start, state, data_state = resumed
             logger.info("resuming from step %d of %d", start, run.train.num_steps)
@@ -177,9 +178,9 @@ def _train(
         with (
             PreemptionGuard() as preemption,
             checkpoint.Checkpoints(workdir, run.train.max_to_keep) as manager,
-            MetricLogger(workdir, run, start) as metric_logger,
-            Trace(workdir, run.train.profile_steps, start) as trace,
-            Watchdog(start) as watchdog,
+            MetricLogger(files, run, start) as metric_logger,
+            Trace(files, run.train.profile_steps, start) as trace,
+            stack_of_stalls() as step_ended,
         ):
             if preemption.should_stop(start):
                 raise preemption.stopped(f"before step {start + 1}")
@@ -195,7 +196,7 @@ def _train(
                 state, metrics = train_step(state, batch)
                 trace.end(step, metrics)
                 metric_logger.log(step, metrics, int(tokens) * run.train.batch_size)
-                watchdog.ended(step - 1)  # whose metrics were fetched
+                step_ended()  # the one before, whose metrics were fetched
                 last, stop = step == run.train.num_steps, preemption.should_stop(step)
                 is_due = timer.is_due(step) or step % run.train.checkpoint_interval == 0
                 refresh_lock()
@@ -206,8 +207,8 @@ def _train(
                     validation_nats = validation["loss_nats"]
                     metric_logger.log_validation(step, validation)
                 if last or stop or is_due:
-                    metric_logger.sync()
-                    train_log.upload()
+                    metric_logger.flush()
+                    files.upload()
                     jsons = {"data": source.batches.get_state(), "config": record}
                     checkpoint.save(manager, step, state._asdict(), jsons, validation_nats)
                     metric_logger.restart_clock()

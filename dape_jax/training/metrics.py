@@ -6,22 +6,20 @@
     {"step": 2, "validation/loss_nats": 5.4, "validation/perplexity": 221.4}
 
 Numbers that are not finite are strings ("nan", "inf"), because JSON has neither. The line of a skipped step has a
-`reason`: "bad" or "overflow". Lines are appended to a local file at once. An object in a bucket cannot be appended to:
-it is written again before each checkpoint, so that it has the lines of all steps up to the checkpoint. A run that
-resumes removes the lines of the steps that it repeats. TensorBoard (in a local workdir, with the extra `tensorboard`)
-and Weights & Biases receive the same numbers.
+`reason`: "bad" or "overflow". Lines are written at once, in a bucket before each checkpoint. A run that resumes removes
+the lines of the steps that it repeats. TensorBoard (with the extra `tensorboard`) and Weights & Biases receive the same
+numbers.
 """
 
 import contextlib
 import importlib.util
-import io
 import json
 import logging
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import IO, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +34,7 @@ from dape_jax.hardware import mfu
 from dape_jax.model.flops import model_flops_per_token
 from dape_jax.progress import Progress
 from dape_jax.provenance import run_id
-from dape_jax.storage import absolute, is_remote
+from dape_jax.storage import AppendedFiles, absolute
 from dape_jax.training.optimizer import make_schedule
 
 METRICS_FILE = "metrics.jsonl"
@@ -53,34 +51,38 @@ class MetricLogger:
     The metrics of a step are fetched after the next step is dispatched, so that the device never waits for the host.
     """
 
-    def __init__(self, workdir: epath.PathLike, run: RunConfig | TaskRunConfig, start: int):
+    def __init__(self, files: AppendedFiles, run: RunConfig | TaskRunConfig, start: int):
         """Open the files of a run that starts after step `start`."""
         # Computed here for all steps: a device computation between steps would wait for the running step.
         schedule = make_schedule(run.optimizer, run.train.num_steps)
         self.learning_rates = np.asarray(schedule(jnp.arange(run.train.num_steps)))
         self.max_bad_steps, self.has_perplexity = run.train.max_bad_steps, isinstance(run, RunConfig)
-        # None: no MFU. The formula assumes one length, but a task's lengths vary, and counts the gradients of all
-        # parameters, but frozen parameters have none.
-        self.token_flops: float | None = None
+        # MFU at one token per second. None: the formula assumes one length, but a task's lengths vary, and counts the
+        # gradients of all parameters, but frozen parameters have none.
+        self.unit_mfu: float | None = None
         if isinstance(run, RunConfig) and run.init.train_only is None:
-            self.token_flops = model_flops_per_token(run.model, run.train.train_length, run.train.batch_size)
-        self.file, self.stack = epath.Path(workdir) / METRICS_FILE, contextlib.ExitStack()
-        self.record: IO[bytes] = io.BytesIO()
+            flops = model_flops_per_token(run.model, run.train.train_length, run.train.batch_size)
+            self.unit_mfu = mfu(flops, jax.devices()[0].device_kind, jax.device_count())
+        self.stack = contextlib.ExitStack()
         self.sinks: list[Sink] = []
         self.is_first = jax.process_index() == 0
         if self.is_first:
             if run.train.wandb is not None:
-                self.sinks.append(self.stack.enter_context(_wandb(run, self.file.parent)))
+                self.sinks.append(self.stack.enter_context(_wandb(run, files.workdir)))
             if importlib.util.find_spec("tensorboardX") is None:
                 logger.info("TensorBoard: no events are written; %s", install_command("tensorboard"))
-            elif not is_remote(self.file):
-                self.sinks.append(self.stack.enter_context(_tensorboard(self.file.parent / "tensorboard", start)))
-            self._open_record(start)
+            else:
+                self.sinks.append(self.stack.enter_context(_tensorboard(files.local / "tensorboard", start)))
+            # Later steps are repeated, and a kill may have cut the last line.
+            file = files.earlier(METRICS_FILE)
+            kept = [f"{json.dumps(line)}\n" for line in _lines(file) if line["step"] <= start]
+            write_atomically(file, "".join(kept).encode())
+            self.record = self.stack.enter_context(file.open("a"))
         bar = Progress(
             total=run.train.num_steps,
             initial=start,
             unit="step",
-            desc=self.file.parent.name,
+            desc=files.workdir.name,
             mininterval=1.0,
             disable=not self.is_first,
         )
@@ -93,8 +95,7 @@ class MetricLogger:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with self.stack:
-            self._upload()
+        self.stack.close()
 
     def log(self, step: int, metrics: dict[str, jax.Array], tokens: int) -> None:
         """Accept the metrics of a step on `tokens` tokens, and report the previous step.
@@ -106,10 +107,10 @@ class MetricLogger:
         self.pending = (step, metrics, tokens)
 
     def flush(self) -> None:
-        """Fetch and report the pending metrics, if any.
+        """Fetch and report the pending metrics, if any. Call it before a checkpoint.
 
         Raises:
-            NonFiniteError: more than `max_bad_steps` consecutive steps were not finite.
+            NonFiniteError: more than `max_bad_steps` consecutive steps were not finite; no such state is saved.
         """
         if self.pending is None:
             return
@@ -121,19 +122,14 @@ class MetricLogger:
         now = time.monotonic()
         step_seconds, self.fetched_at = now - self.fetched_at, now
         self.tokens, self.seconds = self.tokens + tokens, self.seconds + step_seconds
-        per_second = self.tokens / self.seconds
         # Skipped steps do not advance the schedule.
         values["learning_rate"] = float(self.learning_rates[max(num_applied - 1, 0)])
         values |= {"tokens_per_second": tokens / step_seconds, "step_seconds": step_seconds}
-        self.train_text = f"loss {values['loss_nats']:.3f}, {per_second:,.0f} tokens/s"
-        if self.token_flops is not None:
-            flops, devices = self.token_flops, jax.devices()
-            share, mean = (
-                mfu(rate * flops, devices[0].device_kind, len(devices)) for rate in (tokens / step_seconds, per_second)
-            )
-            if share is not None:
-                values["mfu"] = share
-                self.train_text += f", MFU {mean:.1%}"
+        rate = self.tokens / self.seconds
+        self.train_text = f"loss {values['loss_nats']:.3f}, {rate:,.0f} tokens/s"
+        if self.unit_mfu is not None:
+            values["mfu"] = self.unit_mfu * tokens / step_seconds
+            self.train_text += f", MFU {self.unit_mfu * rate:.1%}"
         reason = None if applied else "bad" if is_bad else "overflow"
         self._write("train", step, values, {} if reason is None else {"reason": reason})
         if reason is not None:
@@ -171,28 +167,6 @@ class MetricLogger:
             self.bar.last_print_t += now - self.fetched_at
         self.fetched_at = now
 
-    def sync(self) -> None:
-        """Report the pending step and write the record of all steps so far. Call it before a checkpoint.
-
-        Raises:
-            NonFiniteError: see `flush`; no state with a non-finite loss is saved.
-        """
-        self.flush()
-        self._upload()
-
-    def _upload(self) -> None:
-        if isinstance(self.record, io.BytesIO) and self.record.tell():
-            self.file.write_bytes(self.record.getvalue())
-
-    def _open_record(self, start: int) -> None:
-        """Keep the lines of steps up to `start`; later steps are repeated, and a kill may have cut the last line."""
-        kept = b"".join(f"{json.dumps(line)}\n".encode() for line in _lines(self.file) if line["step"] <= start)
-        if not is_remote(self.file):
-            write_atomically(self.file, kept)
-            self.record = self.stack.enter_context(self.file.open("ab"))
-        else:
-            self.record.write(kept)
-
     def _write(self, group: str, step: int, values: dict[str, float], more: dict[str, str] | None = None) -> None:
         if not self.is_first:
             return
@@ -200,7 +174,7 @@ class MetricLogger:
             values = values | {"perplexity": perplexity_of(values["loss_nats"])}
         named = {f"{group}/{name}": value for name, value in values.items()}
         numbers = {name: value if math.isfinite(value) else str(value) for name, value in named.items()}
-        self.record.write((json.dumps({"step": step} | numbers | (more or {})) + "\n").encode())
+        self.record.write(json.dumps({"step": step} | numbers | (more or {})) + "\n")
         self.record.flush()
         for sink in self.sinks:
             sink(step, named)

@@ -1,6 +1,7 @@
 """Training data: a corpus or an algorithmic task. In: a run's config. Out: batches. Next: `loop.py`."""
 
 import dataclasses
+import functools
 import logging
 import math
 from typing import Any
@@ -10,7 +11,7 @@ from jax.sharding import Mesh
 from dape_jax.config import RunConfig, TaskRunConfig
 from dape_jax.data.store import Corpora, DataConfig, find_corpus, open_corpus, verify_stores
 from dape_jax.data.tokenizers import TOKENIZER_FILE, Bytes, Tokenizer
-from dape_jax.distributed import process_zero_first, process_zero_only
+from dape_jax.distributed import process_zero_only
 from dape_jax.errors import require
 from dape_jax.sharding import BATCH_AXES, batch_part, rows_of_part
 from dape_jax.tasks.tapes import Batch, digest
@@ -45,7 +46,8 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh, verify: bool = False
         validation = {run.data.task: task_batches.validation_batches(run.data, longest=train.train_length, **sizes)}
         data_digest, tokenizer = digest(run.data), None
     else:
-        corpora = process_zero_first(lambda: load_corpora(run.data, lossy=run.init.source is not None))
+        load = functools.partial(load_corpora, run.data, lossy=run.init.source is not None)
+        corpora = process_zero_only(load) or load()  # the first prepares raw text, the others open the result
         process_zero_only(lambda: verify_stores(corpora.stores("all"), verify))
         train_stores, held_out = corpora.stores("train"), corpora.stores("validation")
         path = run.data.path or run.data.mixture
