@@ -116,10 +116,10 @@ def test_rotary_is_removed_and_the_bias_replaced(trained_root, tmp_path, monkeyp
     ("changes", "words"),
     [
         ({"init__source": "/nowhere/at/all"}, ["init.source = '/nowhere/at/all'", "written by dape-train"]),
-        ({"init__source": "SOURCE@3"}, ["init.source", "step = '3'", "'2', '4'"]),
-        ({"init__source": "SOURCE@"}, ["init.source", "directory@step"]),
+        ({"init__source": "{source}@3"}, ["init.source", "step = '3'", "'2', '4'"]),
+        ({"init__source": "{source}@"}, ["init.source", "directory@step"]),
         ({"init__source": "ftp://a/b"}, ["init.source", "gs://"]),
-        ({"init__source": "OTHER"}, ["init.source", "has the tokenizer", "but this run has the tokenizer bytes"]),
+        ({"init__source": "{other}"}, ["init.source", "has the tokenizer", "but this run has the tokenizer bytes"]),
         ({"model__vocab_multiple": 8}, ["init.source", "(257, 16)", "(264, 16)", "--config.model.vocab_multiple=1"]),
         ({"model__width": 32}, ["init.source", "(257, 16)", "(257, 32)", "embedding_VD"]),
         ({"model__processor": DAPE | {"kernel_width": 5}}, ["init.source", "layers/attention/processor/", "shape"]),
@@ -141,13 +141,12 @@ def test_rotary_is_removed_and_the_bias_replaced(trained_root, tmp_path, monkeyp
 def test_what_does_not_fit_is_refused_before_any_device_work(
     trained_root, sources, tmp_path, monkeypatch, changes, words
 ):
-    spec = tiny.spec(trained_root, **{"init__source": "SOURCE"} | changes)
-    if spec["init"]["source"] == "OTHER":
+    spec = tiny.spec(trained_root, **{"init__source": "{source}"} | changes)
+    if spec["init"]["source"] == "{other}":
         shutil.copytree(sources / "dape", tmp_path / "other")
         save_tokenizer(train_bpe(["the attention scores " * 9], 270), tmp_path / "other")
-    paths = {"SOURCE": sources / "dape", "OTHER": tmp_path / "other"}
-    for name, path in paths.items():
-        spec["init"]["source"] = spec["init"]["source"] and spec["init"]["source"].replace(name, str(path))
+    if spec["init"]["source"] is not None:
+        spec["init"]["source"] = spec["init"]["source"].format(source=sources / "dape", other=tmp_path / "other")
     monkeypatch.setattr(loop, "init_state", None)  # calling it would be a TypeError
     with pytest.raises(InputError) as error:
         loop.train(spec, tmp_path / "run")

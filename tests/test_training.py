@@ -19,7 +19,7 @@ import tiny
 from etils import epath
 from tiny import load_corpus
 
-from dape_jax.config import RunConfig, resolved
+from dape_jax.config import RunConfig
 from dape_jax.errors import InputError, NonFiniteError
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.perplexity import evaluate
@@ -109,13 +109,11 @@ def test_interrupted_and_resumed_is_bitwise_the_uninterrupted_run(trained_root, 
 
 
 def test_a_finished_run_is_left_alone(trained_root, run, monkeypatch):
-    def times() -> dict[Path, int]:
-        return {file: file.stat().st_mtime_ns for file in (run / "checkpoints").rglob("*") if file.is_file()}
-
-    before = times()
+    files = list((run / "checkpoints").rglob("*"))
+    before = [file.stat().st_mtime_ns for file in files]
     interrupt_at(monkeypatch, 1)
     loop.train(small_spec(trained_root), run)
-    assert times() == before
+    assert [file.stat().st_mtime_ns for file in files] == before
 
 
 def test_another_config_in_the_same_workdir_is_refused_with_the_difference(trained_root, run):
@@ -126,8 +124,6 @@ def test_another_config_in_the_same_workdir_is_refused_with_the_difference(train
     for words in ("optimizer.learning_rate: saved 0.01, now 0.5", "train.num_steps: saved 4, now 9", advice):
         assert words in str(error.value)
     assert "\n" not in str(error.value)
-    with pytest.raises(InputError, match=r"train\.seed: saved 0, now 8$"):  # advice only where it helps
-        loop.train(small_spec(trained_root, train__seed=8), run)
     assert (run / "config.json").read_text() == before
 
 
@@ -205,35 +201,32 @@ def test_the_batch_size_changes_if_it_is_named(trained_root, run, caplog):
     loop.train(spec, run)  # the changed config is now that of the run
 
 
-def test_another_corpus_is_refused(run, tmp_path):
-    tiny.write_text(tmp_path / "text")
+def test_other_data_and_damaged_ones_are_refused(run, tmp_path):
+    spec = small_spec(tmp_path)
     (tmp_path / "text" / "new.txt").write_text("new text " * 50)
     with pytest.raises(InputError, match=rf"data_digest.*--config=configs/continued\.py:source={run} "):
-        loop.train(small_spec(tmp_path), run)
-
-
-def test_a_config_is_saved_resolved(trained_root, trained_run):
-    given = small_spec(trained_root)
-    saved = json.loads((trained_run / "config.json").read_text())["config"]
-    assert RunConfig.from_dict(saved) == RunConfig.from_dict(given)
-    assert saved["train"]["wandb_group"] is None  # a default
-    given["model"] |= {"bias": {"name": "t5"}, "dtype": "auto"}
-    model = resolved(RunConfig.from_dict(given))["model"]
-    assert model["bias"] == {"name": "t5", "num_buckets": 32, "max_distance": 128}
-    assert model["dtype"] == "float32"
+        loop.train(spec, run)
+    file = load_corpus(RunConfig.from_dict(spec).data).train.directory / "tokens.bin"
+    tokens = bytearray(file.read_bytes())
+    tokens[100] ^= 1
+    file.write_bytes(tokens)
+    with pytest.raises(InputError, match="must be the digest of the files"):
+        loop.train(spec, tmp_path / "new")
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
-    """Check with a resumed run. Orbax's `max_to_keep` with `best_fn` would keep steps 1 and 2 here."""
+    """Check with a resumed run. Orbax's `max_to_keep` with `best_fn` would keep steps 1 and 2 here.
+
+    A step without a validation, after which SIGTERM stopped the run, is kept only while it is new, and never the best.
+    """
     state = TrainState({"w": jnp.zeros(3)}, {"count": jnp.zeros(())}, {"applied": jnp.zeros(())})
-    for losses in ({1: 3.0, 2: 1.0}, {3: 9.0}, {4: 8.0, 5: 7.0}):
+    for losses in ({1: 3.0, 2: 1.0}, {3: None}, {4: 8.0, 5: None}):
         with checkpoint.Checkpoints(tmp_path, max_to_keep=2) as manager:
             for step, loss in losses.items():
                 checkpoint.save(manager, step, state._asdict(), {"data": {}, "config": {}}, loss)
     with checkpoint.Checkpoints(tmp_path, max_to_keep=2) as manager:
         assert sorted(manager.all_steps()) == [2, 4, 5]
-        assert manager.latest_step() == 5
-        assert manager.metrics(2) == {"validation_nats": 1.0}
+    assert [checkpoint.restore_config(tmp_path, which)[0] for which in ("newest", "best")] == [5, 2]
 
 
 def adam(**changes: Any) -> OptimizerConfig:
@@ -296,6 +289,14 @@ def test_training_learns(trained_root, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"mesh__fsdp": 8, "model__width": 12}, "model.width = 12: .*mesh.fsdp = 8"),
+        ({"mesh__tensor": 8}, "model.num_heads = 2: .*mesh.tensor = 8"),
+        ({"mesh__tensor": 2, "model__num_kv_heads": 1}, "model.num_kv_heads = 1: .*mesh.tensor = 2"),
+        ({"mesh__tensor": 2, "model__vocab_size": 257}, "model.vocab_size = 257: .*mesh.tensor = 2"),
+        ({"mesh__context": 8, "train__train_length": 12}, "train_length = 12: .*mesh.context x mesh.tensor = 8"),
+        ({"mesh__context": 2, "train__batch_size": 6}, "train.batch_size = 6: .*4"),
+        ({"train__profile_steps": (3, 2)}, "train.profile_steps = .*must be empty, or the first and the last step"),
+        ({"train__profile_steps": (3,)}, "train.profile_steps = .*must be empty, or the first and the last step"),
         ({"train__batch_size": 12}, "train.batch_size = 12: .*8 devices x 1"),
         ({"train__batch_size": 8, "train__accumulation_steps": 2}, "train.batch_size = 8: .*16"),
         ({"train__train_length": 8000}, "train.train_length = 8000: must be at most"),
@@ -308,7 +309,7 @@ def test_training_learns(trained_root, tmp_path):
 def test_bad_input_is_refused_before_any_device_work(trained_root, tmp_path, monkeypatch, changes, words):
     monkeypatch.setattr(loop, "init_state", None)  # calling it would be a TypeError
     with pytest.raises(InputError, match=words):
-        loop.train(small_spec(trained_root, **changes), tmp_path / "run")
+        loop.train(small_spec(trained_root, **{"model__vocab_size": 264} | changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -346,8 +347,6 @@ def test_a_run_on_a_mixture_resumes_bitwise_and_logs_the_loss_of_each_text(train
     losses = [found[f"validation/loss_nats/{path}"][4] for path in weights]
     assert abs(losses[0] - losses[1]) > 0.01
     assert found["validation/loss_nats"][4] == pytest.approx((3 * losses[0] + losses[1]) / 4, rel=1e-12)
-    with pytest.raises(InputError, match="data_digest"):
-        loop.train(tiny.changed(spec, data__mixture=mixture.replace("3.0", "2.0")), tmp_path / "parts")
 
 
 @pytest.mark.extra
@@ -367,16 +366,6 @@ def test_a_run_with_a_text_for_validation_is_evaluated_on_it(trained_root, tmp_p
     digests = [json.loads((run / "config.json").read_text())["data_digest"] for run in runs]
     assert [run["data"] for run in results] == digests
     assert digests[0] != digests[1]
-
-
-def test_damaged_tokens_are_found_before_training(tmp_path):
-    spec = tiny.spec(tmp_path)
-    store = load_corpus(RunConfig.from_dict(spec).data).train
-    tokens = bytearray((store.directory / "tokens.bin").read_bytes())
-    tokens[100] ^= 1
-    (store.directory / "tokens.bin").write_bytes(tokens)
-    with pytest.raises(InputError, match="digest"):
-        loop.train(spec, tmp_path / "run")
 
 
 def test_a_lost_config_is_copied_back_from_a_checkpoint(trained_root, run):
