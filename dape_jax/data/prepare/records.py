@@ -64,14 +64,14 @@ def select_text(record: Any, config: PrepareConfig) -> str | LeftOut:
         if not any(_matches(value, text) for text in accepted):
             is_container = isinstance(value, dict | list)
             shown = f"a {type(value).__name__}, not compared" if is_container else _spelled(value)[:40]
-            return LeftOut("filtered", _described(record, field, shown, value))
+            return LeftOut("filtered", _missing(record, field) if value is None else f"{field!r} is {shown}")
     if not isinstance(record, dict):
         form = type(record).__name__
         return LeftOut("no text", f"a {form}, not an object; a .json file may have an array of objects")
-    text = lookup(record, config.text_field)
+    field, text = config.text_field, lookup(record, config.text_field)
     if isinstance(text, str | bytes):  # parquet has bytes, perhaps not of UTF-8
         return text if isinstance(text, str) else text.decode(errors="surrogateescape")
-    found = _described(record, config.text_field, type(text).__name__, text)
+    found = _missing(record, field) if text is None else f"{field!r} is {type(text).__name__}"
     return LeftOut("no text", f"{found}; --text_field of dape-prepare names another field")
 
 
@@ -83,10 +83,10 @@ def lookup(record: Any, field: str) -> Any:
     return lookup(record.get(first), rest) if rest else None
 
 
-def _described(record: Any, field: str, shown: str, value: Any) -> str:
-    """Return the value of a field, or the names of the fields that there are, for messages."""
+def _missing(record: Any, field: str) -> str:
+    """Return that a field is missing, with the names of the fields that there are."""
     names = ", ".join(map(str, itertools.islice(record, 20))) if isinstance(record, dict) else ""
-    return f"{field!r} is {shown}" if value is not None else f"{field!r} is missing; fields: {names or 'none'}"
+    return f"{field!r} is missing; fields: {names or 'none'}"
 
 
 def _spelled(value: Any) -> str:
