@@ -279,8 +279,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
         clear(*jax.tree.leaves(scratch.probs))
 
     def loop(in_first_tile: bool) -> None:
-        left = (inputs.left, scratch.left) if in_first_tile else None
-        tables = RowTables(step, scratch.slab, scratch.sheared, left, (inputs.right, block))
+        tables = RowTables(step, block, inputs, scratch, in_first_tile=in_first_tile)
 
         def is_correct(phase: int) -> Array:
             """Return whether a column's result depends only on scores of this tile."""
@@ -300,12 +299,11 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
             scratch.dslab[remainder, :, pl.ds(pl.multiple_of(start + LANES, LANES), LANES)] += select(~here, dentries)
 
         def load_first(row: Any) -> list[tuple[Any, ...]]:
+            scores_and_dprobs, lse_and_sum = (scratch.scores, scratch.dprobs), (inputs.lse, inputs.row_sum)
             return [
                 (
-                    load_unit(t, scratch.scores, row + r),
-                    load_unit(t, scratch.dprobs, row + r),
-                    lines_of_unit(t, inputs.lse, row + r, lane),
-                    lines_of_unit(t, inputs.row_sum, row + r, lane),
+                    *(load_unit(t, ref, row + r) for ref in scores_and_dprobs),
+                    *(lines_of_unit(t, ref, row + r, lane) for ref in lse_and_sum),
                 )
                 for r in UNITS
             ]
@@ -326,23 +324,27 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
                 for r in UNITS
             ]
 
-        def hidden_of(unit: Unit, row: Any, r: int) -> tuple[list[list[Array]], list[list[Array]]]:
-            hidden, x, knees = hidden_features(t, tables, inputs.matrices.to_hidden[...], unit, row, r)
-            slope = [
-                [pack(t, registers_of((1 - SLOPE) * x[k][f] + knees[k][f])) for f in phases] for k in range(UNIT_ROWS)
-            ]
-            return hidden, slope
+        def features_of(loaded: Sequence[tuple[Any, ...]], row: Any) -> list[tuple[Any, Any]]:
+            """Return packed hidden features and slopes of each unit."""
+            found = []
+            for r, (scores, *_) in zip(UNITS, loaded, strict=True):
+                hidden, *x_and_knees = hidden_features(t, tables, inputs.matrices.to_hidden[...], scores, row, r)
+                pairs = [zip(*of_row, strict=True) for of_row in zip(*x_and_knees, strict=True)]
+                slope = [[pack(t, registers_of((1 - SLOPE) * x + knee)) for x, knee in of_row] for of_row in pairs]
+                found.append((hidden, slope))
+            return found
 
-        def recompute(
-            row: Any, r: int, hidden: Any, slope: Any, scores: Unit, dprobs: Unit, lse: Registers, row_sum: Registers
-        ) -> Recomputed:
-            total = add_tables(t, tables, scores, row, r)
-            if t.num_channels:
-                with_beyond = [with_rolled(t, of_row, t.pad) for of_row in hidden]
-                total = add_change(t, inputs.matrices.to_heads, with_beyond, total, [*map(is_correct, phases)])
-            probs = [[jnp.exp(x - m) for x, m in zip(total[f], lse, strict=True)] for f in phases]
-            dtotal = [[p * (d - s) for p, d, s in zip(probs[f], dprobs[f], row_sum, strict=True)] for f in phases]
-            return Recomputed(hidden, slope, probs, dtotal)
+        def recompute(features: Sequence[Any], loaded: Sequence[tuple[Any, ...]], row: Any) -> list[Recomputed]:
+            found = []
+            for r, (hidden, slope), (scores, dprobs, lse, row_sum) in zip(UNITS, features, loaded, strict=True):
+                total = add_tables(t, tables, scores, row, r)
+                if t.num_channels:
+                    with_beyond = [with_rolled(t, of_row, t.pad) for of_row in hidden]
+                    total = add_change(t, inputs.matrices.to_heads, with_beyond, total, [*map(is_correct, phases)])
+                probs = [[jnp.exp(x - m) for x, m in zip(total[f], lse, strict=True)] for f in phases]
+                dtotal = [[p * (d - s) for p, d, s in zip(probs[f], dprobs[f], row_sum, strict=True)] for f in phases]
+                found.append(Recomputed(hidden, slope, probs, dtotal))
+            return found
 
         def hidden_gradients_of(loaded: Sequence[tuple[Any, ...]]) -> list[HiddenGradients]:
             operands = [windows(t, dtotal, t.ahead) for _, dtotal, _, _ in loaded]
@@ -379,9 +381,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
             def dx(k: int, f: int) -> Array:
                 masks = are_positive(t, slope[k][f])
                 registers = zip(masks, registers_of(dhidden[k][f]), strict=True)
-                d = join([jnp.where(mask, d, SLOPE * d) for mask, d in registers], 0)
-                exists = tables.exists()
-                return d if exists is None else select(exists, d)
+                return tables.existing(join([jnp.where(mask, d, SLOPE * d) for mask, d in registers], 0))
 
             return [[dx(k, f) for f in phases] for k in range(UNIT_ROWS)]
 
@@ -448,19 +448,10 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
                             d = roll(d, row + r + k - to + LANES)
                             ref[0, 0, column] -= jnp.where(row_lane == row + r + k, d, 0.0)
 
-        def features_of(loaded: Sequence[tuple[Any, ...]], row: Any) -> list[Any]:
-            return [hidden_of(scores, row, r) for r, (scores, *_) in zip(UNITS, loaded, strict=True)]
-
-        def rest(features: Sequence[Any], loaded: Sequence[tuple[Any, ...]], row: Any) -> list[Recomputed]:
-            return [
-                recompute(row, r, hidden, slope, *of_unit)
-                for r, (hidden, slope), of_unit in zip(UNITS, features, loaded, strict=True)
-            ]
-
         def plain_body(group, _):
             row = row_of(group)
             loaded = load_first(row)
-            results = rest([([], [])] * len(loaded), loaded, row)
+            results = recompute([([], [])] * len(loaded), loaded, row)
             entries = tables.read(row + GROUP_ROWS, new_slots(t))
             store_first(results, row)
             tables.store(row + GROUP_ROWS, new_slots(t), *entries)
@@ -476,7 +467,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
             of_hidden = hidden_gradients_of(before)
             features = features_of(now, row)
             gradients = gradients_of(of_hidden, before, row_before)
-            store_first(rest(features, now, row), row)
+            store_first(recompute(features, now, row), row)
             tables.store(row + GROUP_ROWS, new_slots(t), *entries)
             store_second(gradients, row_before)
             return 0
@@ -485,7 +476,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
         tables.fill(row, first_slots(t))
         if t.num_channels:
             loaded = load_first(row)
-            store_first(rest(features_of(loaded, row), loaded, row), row)
+            store_first(recompute(features_of(loaded, row), loaded, row), row)
             tables.fill(row + GROUP_ROWS, new_slots(t))
             jax.lax.fori_loop(first + 1, end, body, 0)
             row = row_of(end - 1)

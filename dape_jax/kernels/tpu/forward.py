@@ -221,20 +221,15 @@ def first_slots(t: Tiling) -> list[tuple[int, int]]:
     return [(0, phase) for phase in range(1, t.phases) if t.row_stride == 1] + new_slots(t)
 
 
-class SlabColumns(NamedTuple):
-    """Start of a row's entries in the slab: remainder of the distance, and column = start + shift."""
+def slab_columns(step: Step, row: Any, phase: int) -> tuple[Any, Any, Any]:
+    """Return the remainder of the distance, and the column of a row's entry for lane 0 in the slab.
 
-    remainder: Any
-    start: Any  # a multiple of 128
-    shift: Any  # 0 .. 127
-
-
-def slab_columns(step: Step, row: Any, phase: int) -> SlabColumns:
-    """Return the start, for lane 0, of the entries of a row of the block in the slab."""
+    The column is the sum of a multiple of 128 and of a rest, 0 .. 127.
+    """
     remainder, column = step.table_position(row, phase)
     column = jnp.maximum(column - step.slab_start, 0)  # a row beyond the block is not used
     start = column // LANES * LANES
-    return SlabColumns(remainder, pl.multiple_of(start, LANES), column - start)
+    return remainder, pl.multiple_of(start, LANES), column - start
 
 
 def shear(step: Step, slab_ref: Any, row: Any, phase: int, lane: Array) -> Array:
@@ -254,7 +249,7 @@ class LeftRefs(NamedTuple):
 
 
 def left_scratch(t: Tiling) -> LeftRefs:
-    """Return VMEM for rolled corrections."""
+    """Return VMEM for the results of `roll_left`."""
     if not t.pad:
         return LeftRefs()
     sizes = (t.pad, t.padded_channels), (2 * t.pad, t.head_lines)
@@ -280,30 +275,25 @@ def roll_left(t: Tiling, left: LeftRefs, row: Any, lane: Array) -> LeftRefs:
     return LeftRefs(of(left.knee, t.pad), of(left.added, 2 * t.pad))
 
 
-def store_left(t: Tiling, rolled: LeftRefs, scratch: LeftRefs, row: Any) -> None:
-    """Store the result of `roll_left`."""
-    for of_rows, ref in zip(rolled, scratch, strict=True):
-        for r, columns in enumerate(of_rows):
-            for column, numbers in enumerate(columns):
-                ref[_left_buffer(t, row), r, column] = numbers
-
-
 # ---- Convolutions
 
 
 class Matrices(NamedTuple):
-    """Matrices of the two convolutions, for a unit and for each row of a unit; None if nothing is convolved."""
+    """Matrices of the two convolutions; None if nothing is convolved."""
 
-    to_hidden: Any = None
-    to_heads: Any = None
+    to_hidden: Any = None  # of a unit: [2 n C, lines of a window]
+    to_heads: Any = None  # of each row of a unit: [2, n lines, window of C]
 
 
 def matrices_of(t: Tiling, kernel_WHC: Array, kernel_WCH: Array) -> Matrices:
     """Return the matrices of two convolutions as operands."""
     if not t.num_channels:
         return Matrices()
-    to_hidden, to_heads = tiling.to_hidden_matrix(t, kernel_WHC), tiling.to_heads_matrix(t, kernel_WCH)
-    return Matrices(tiling.whole(t, to_hidden), tiling.whole(t, to_heads))
+    hidden_lines = tiling.hidden_lines(t, UNIT_ROWS, t.phases_per_dot, packed=False)
+    to_hidden = tiling.to_matrix(kernel_WHC, hidden_lines, tiling.score_lines(t, t.window_phases)).astype(t.dtype)
+    window_lines = tiling.hidden_lines(t, 1, t.window_phases, packed=True)
+    of_rows = [tiling.to_matrix(kernel_WCH, tiling.output_lines(t, row), window_lines) for row in range(UNIT_ROWS)]
+    return Matrices(tiling.whole(t, to_hidden), tiling.whole(t, jnp.stack(of_rows).astype(t.dtype)))
 
 
 def window(t: Tiling, phases: Unit, rolled: Callable[[int, int], Registers], begin: int) -> Registers:
@@ -391,37 +381,35 @@ def loop_over_groups(t: Tiling, tile: Any, needed: Any, loop: Callable[[bool], N
 
 
 class RowTables:
-    """Table entries of the rows of a block in one tile.
+    """Table entries of the rows of a block in one tile, from a kernel's inputs and scratch.
 
     Args:
         step: positions of the block and the tile.
-        slab_ref: the slab.
-        sheared_ref: scratch of entries by slot.
-        left: corrections of the first columns, and scratch for them; None if this is not the first tile.
-        right: see `right_edge`; and the number of the block.
+        block: number of the block.
+        inputs: `left`, the corrections of the first columns, and `right`; see `right_edge`.
+        scratch: `slab`, and `sheared` and `left` for rolled entries and corrections.
+        in_first_tile: whether there are corrections.
     """
 
-    def __init__(self, step: Step, slab_ref: Any, sheared_ref: Any, left: tuple[LeftRefs, LeftRefs] | None, right: Any):
-        self.step, self.t, self.slab_ref, self.sheared_ref = step, step.t, slab_ref, sheared_ref
-        self.right, self.block = right
-        self.left_input, self.left = left or (None, LeftRefs())
+    def __init__(self, step: Step, block: Any, inputs: Any, scratch: Any, *, in_first_tile: bool):
+        self.step, self.t, self.block, self.inputs, self.scratch = step, step.t, block, inputs, scratch
+        self.left = scratch.left if in_first_tile else LeftRefs()
         self.lane = iota((SUBLANES, LANES), 1)
 
-    def read(self, row: Any, slots: Sequence[tuple[int, int]]) -> tuple[list[Array], LeftRefs | None]:
+    def read(self, row: Any, slots: Sequence[tuple[int, int]]) -> tuple[list[Array], LeftRefs]:
         """Return the table entries for some slots, and the corrections of a group of rows, for `store`."""
-        entries = [shear(self.step, self.slab_ref, row + r, phase, self.lane) for r, phase in slots]
-        return entries, None if self.left_input is None or not slots else roll_left(
-            self.t, self.left_input, row, self.lane
-        )
+        entries = [shear(self.step, self.scratch.slab, row + r, phase, self.lane) for r, phase in slots]
+        has_left = self.left.knee is not None and slots
+        return entries, roll_left(self.t, self.inputs.left, row, self.lane) if has_left else LeftRefs((), ())
 
-    def store(
-        self, row: Any, slots: Sequence[tuple[int, int]], entries: Sequence[Array], left: LeftRefs | None
-    ) -> None:
+    def store(self, row: Any, slots: Sequence[tuple[int, int]], entries: Sequence[Array], left: LeftRefs) -> None:
         """Store the result of `read`."""
         for (r, phase), lines in zip(slots, entries, strict=True):
-            self.sheared_ref[slot(self.t, row + r, phase)] = lines
-        if left is not None:
-            store_left(self.t, left, self.left, row)
+            self.scratch.sheared[slot(self.t, row + r, phase)] = lines
+        for of_rows, ref in zip(left, self.left, strict=True):
+            for r, columns in enumerate(of_rows):
+                for column, numbers in enumerate(columns):
+                    ref[_left_buffer(self.t, row), r, column] = numbers
 
     def fill(self, row: Any, slots: Sequence[tuple[int, int]]) -> None:
         """Store the table entries for some slots, and the corrections of a group of rows."""
@@ -429,14 +417,14 @@ class RowTables:
 
     def knee(self, row: Any, r: int, phase: int) -> Array:
         """Return the knees of row `row + r` in a phase, [C, 128]; `row` is the first row of a group."""
-        entries = self.sheared_ref[slot(self.t, row + r, phase), : self.t.padded_channels]
+        entries = self.scratch.sheared[slot(self.t, row + r, phase), : self.t.padded_channels]
         return self._corrected(entries, self.left.knee, self.t.pad, row, r, phase)
 
     def added(self, row: Any, r: int, phase: int) -> Registers:
         """Return the terms added to the scores of rows `row + r` and `row + r + 1` in a phase; see `knee` for `row`."""
         t, lines = self.t, []
         for of_unit in range(r, r + UNIT_ROWS):
-            entries = self.sheared_ref[slot(t, row + of_unit, phase), t.padded_channels :]
+            entries = self.scratch.sheared[slot(t, row + of_unit, phase), t.padded_channels :]
             lines.append(self._corrected(entries, self.left.added, 2 * t.pad, row, of_unit, phase))
         return by_unit(t, lines, functools.partial(jnp.where, is_upper()))
 
@@ -448,11 +436,11 @@ class RowTables:
                 entries = entries - left_ref[_left_buffer(self.t, row), r, column]
         return entries
 
-    def exists(self) -> Array | None:
-        """Return whether the columns of a lane exist (are not left of column 0), or None if all exist."""
+    def existing(self, x: Array) -> Array:
+        """Return `x`, with zeros in columns that do not exist (left of column 0)."""
         if self.left.knee is None or not self.t.halo[0]:
-            return None
-        return self.step.column(0) >= self.t.halo[0]
+            return x
+        return select(self.step.column(0) >= self.t.halo[0], x)
 
 
 def hidden_features(
@@ -465,12 +453,11 @@ def hidden_features(
     """
     x = to_hidden(t, matrix, windows(t, unit, t.pad))
     knees = [[tables.knee(row, r + k, phase) for phase in range(t.phases)] for k in range(UNIT_ROWS)]
-
-    def activate(k: int, phase: int) -> Array:
-        features, exists = leaky_relu_change(x[k][phase], knees[k][phase]), tables.exists()
-        return pack(t, registers_of(features if exists is None else select(exists, features)))
-
-    return [[activate(k, phase) for phase in range(t.phases)] for k in range(UNIT_ROWS)], x, knees
+    hidden = [
+        [pack(t, registers_of(tables.existing(leaky_relu_change(*each)))) for each in zip(x[k], knees[k], strict=True)]
+        for k in range(UNIT_ROWS)
+    ]
+    return hidden, x, knees
 
 
 def add_tables(t: Tiling, tables: RowTables, scores: Unit, row: Any, r: int) -> Unit:
@@ -478,7 +465,7 @@ def add_tables(t: Tiling, tables: RowTables, scores: Unit, row: Any, r: int) -> 
     total = [[s + a for s, a in zip(scores[f], tables.added(row, r, f), strict=True)] for f in range(t.phases)]
     for unit, is_here in right_unit(t, tables.block, row, r):
         for i, f in enumerate(t.right_phases):
-            total[f] = [x + is_here * tables.right[0, unit, i, k] for k, x in enumerate(total[f])]
+            total[f] = [x + is_here * tables.inputs.right[0, unit, i, k] for k, x in enumerate(total[f])]
     return total
 
 
@@ -496,12 +483,11 @@ def add_change(
 ) -> Unit:
     """Add the second convolution of hidden features, `with_rolled` of each row; MASKED_SCORE where not `correct`."""
     change = to_heads(t, matrices, hidden, t.pad)
-    if t.is_single:  # all are correct
-        return [[c + x for c, x in zip(change[f], total[f], strict=True)] for f in range(t.phases)]
-    return [
-        [jnp.where(correct[f], c + x, MASKED_SCORE) for c, x in zip(change[f], total[f], strict=True)]
-        for f in range(t.phases)
-    ]
+
+    def add(f: int, c: Array, x: Array) -> Array:
+        return c + x if t.is_single else jnp.where(correct[f], c + x, MASKED_SCORE)  # in a single tile all are correct
+
+    return [[add(f, c, x) for c, x in zip(change[f], total[f], strict=True)] for f in range(t.phases)]
 
 
 def diagonal_sum(x: Array, axis: int) -> Array:
@@ -583,14 +569,12 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
         if t.num_heads % 4:
             clear(*jax.tree.leaves(scratch.scores))
 
-    def make_tables(in_first_tile: bool) -> RowTables:
-        left = (inputs.left, scratch.left) if in_first_tile else None
-        return RowTables(step, scratch.slab, scratch.sheared, left, (inputs.right, block))
+    make_tables = functools.partial(RowTables, step, block, inputs, scratch)
 
     @pl.when(is_first_sequence)
     def _():  # all sequences have the same tables
         copy_slab(inputs.slab, scratch.slab)
-        tables = make_tables(t.pad > 0)
+        tables = make_tables(in_first_tile=t.pad > 0)
         tables.fill(row_of(first), first_slots(t))
         jax.lax.fori_loop(first + 1, end, lambda group, _: tables.fill(row_of(group), new_slots(t)), None)
 
@@ -611,7 +595,7 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
             ref[...] = jnp.ones(ref.shape, jnp.float32)
 
     def loop(in_first_tile: bool) -> None:
-        tables = make_tables(in_first_tile)
+        tables = make_tables(in_first_tile=in_first_tile)
         owned = [step.owned()] * t.phases
 
         def to_features(row: Any) -> list[Any]:

@@ -462,13 +462,15 @@ def tilings(
         interpret=interpret,
     )
 
+    def up_to(needed: int, sizes: tuple[int, ...]) -> list[int]:
+        """Return the sizes up to the smallest that is at least `needed`, or all."""
+        return [size for size in sizes if size <= min((x for x in sizes if x >= needed), default=size)]
+
     def choose(*, backward: bool) -> Tiling:
-        enough_phases = [p for p in PHASES if make(block_rows=1, phases=p, backward=backward).num_tiles == 1]
-        enough_rows = [rows for rows in BLOCKS if rows >= num_rows]
         candidates = [
             make(block_rows=rows, phases=phases, backward=backward)
-            for phases in PHASES[max(len(enough_phases) - 1, 0) :]
-            for rows in BLOCKS[max(len(enough_rows) - 1, 0) :]
+            for phases in up_to(pl.cdiv(num_keys, LANES), PHASES)
+            for rows in up_to(num_rows, BLOCKS)
         ]
         if backward:  # more rows save more than more phases, unless there is only one phase
             candidates.sort(key=lambda t: (t.phases > 1, t.block_rows, t.phases), reverse=True)
@@ -661,15 +663,11 @@ def packed_order(t: Tiling, num_registers: int) -> np.ndarray:
 
 def score_lines(t: Tiling, num_phases: int) -> Line:
     """Return the lines of a unit's scores in a number of phases, packed."""
-    heads = np.arange(SUBLANES * t.octets).reshape(t.octets, 1, SUBLANES).repeat(2, 1)
-    rows = np.zeros_like(heads) + np.arange(2)[:, None]
-    heads, rows = heads.reshape(-1), rows.reshape(-1)
-    if t.quads:
-        heads = np.concatenate([heads, np.tile(SUBLANES * t.octets + np.arange(4), 2)])
-        rows = np.concatenate([rows, np.repeat(np.arange(2), 4)])
+    sizes = [SUBLANES] * t.octets + [4] * t.quads
+    found = [(r, SUBLANES * i + j) for i, size in enumerate(sizes) for r in range(UNIT_ROWS) for j in range(size)]
+    rows, heads = np.array(found).T
     heads = np.where(heads < t.num_heads, heads, -1)
-    registers = len(heads) // SUBLANES
-    order = packed_order(t, num_phases * registers)
+    order = packed_order(t, num_phases * len(heads) // SUBLANES)
     fill = len(order) - num_phases * len(heads)
     phases = np.repeat(np.arange(num_phases), len(heads))
     parts = (np.tile(rows, num_phases), phases, np.tile(heads, num_phases))
@@ -703,19 +701,6 @@ def to_matrix(kernel_WIO: Array, outputs: Line, inputs: Line) -> Array:
     is_tap &= (inputs.number >= 0) & (outputs.number[:, None] >= 0)
     taps = kernel_WIO[np.where(is_tap, tap, 0), np.maximum(inputs.number, 0), np.maximum(outputs.number, 0)[:, None]]
     return jnp.where(is_tap, taps, 0.0)
-
-
-def to_hidden_matrix(t: Tiling, kernel_WHC: Array) -> Array:
-    """Return the matrix of a convolution from heads to channels: [2 n C, lines of a window]."""
-    outputs = hidden_lines(t, UNIT_ROWS, t.phases_per_dot, packed=False)
-    return to_matrix(kernel_WHC, outputs, score_lines(t, t.window_phases)).astype(t.dtype)
-
-
-def to_heads_matrix(t: Tiling, kernel_WCH: Array) -> Array:
-    """Return the matrices of a convolution from channels to heads, one for each row: [2, n lines, window of C]."""
-    inputs = hidden_lines(t, 1, t.window_phases, packed=True)
-    matrices = [to_matrix(kernel_WCH, output_lines(t, row), inputs) for row in range(UNIT_ROWS)]
-    return jnp.stack(matrices).astype(t.dtype)
 
 
 # ---- Block specs and call
