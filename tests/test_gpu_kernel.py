@@ -219,7 +219,7 @@ def cuda_aot() -> dict[str, str]:
 LOWER = """
 import functools, jax, test_gpu_kernel as t
 from dape_jax.kernels.cuda import compiler
-assert compiler.why_not() is None
+compiler.check()
 attention = functools.partial(t.attend_fused, platform="cuda")
 text = t.lower_for_cuda(attention, compiler.TARGET, dtype=jax.numpy.bfloat16)
 print(text.count(f"custom_call @{compiler.TARGET}"))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dape_jax.kernels.tables import left_pad, make_operator
+from dape_jax.kernels.tables import convolution_sizes, make_operator
 from dape_jax.model.biases import DistanceBias
 from dape_jax.model.processors import Dape, Plain, ScoreMod
 from dape_jax.model.scores import Mask, Positions
@@ -23,11 +23,9 @@ from dape_jax.sharding import vary_alike
 
 KERNELS = ("tpu", "gpu", "cuda")
 DTYPES = (jnp.float32, jnp.bfloat16)
-MAX_HEADS = MAX_CHANNELS = 64
-MAX_HEAD_DIM = 128
-MAX_WIDTH = 7
+LIMITS = {"H": 64, "K": 128, "C": 64, "W": 7}
 CUDNN_HEAD_DIM = 8  # cuDNN takes multiples of it
-MIN_CAPABILITY = 8.0  # compute capability of an NVIDIA GPU: the least that Triton supports
+MIN_CAPABILITY = 8.0  # compute capability of an NVIDIA GPU: the least that Triton and the kernels in CUDA support
 
 
 def why_not_fused(
@@ -54,18 +52,17 @@ def why_not_fused(
     bias, processor, scale, cap = score_mod
     if platform not in KERNELS:
         return f"there are kernels for TPUs and GPUs, not for the platform {platform!r}"
-    config = None
-    limits = {"H": (q_BTHK.shape[2], MAX_HEADS), "K": (q_BTHK.shape[3], MAX_HEAD_DIM)}
+    config, sizes = None, {"H": q_BTHK.shape[2], "K": q_BTHK.shape[3]}
     dtypes = {"q": q_BTHK.dtype, "k": k_BSGK.dtype}
     if isinstance(processor, Dape):
         config = processor.config
-        limits |= {"C": (config.channels, MAX_CHANNELS), "W": (config.kernel_width, MAX_WIDTH)}
+        sizes |= {"C": config.channels, "W": config.kernel_width}
         dtypes["the processor"] = processor.dtype or jnp.float32
     elif not isinstance(processor, Plain):
         return f"there are kernels for DAPE and for no processor, not for {type(processor).__name__}"
-    for name, (value, limit) in limits.items():
-        if value > limit:
-            return f"{name} = {value}; the kernels take up to {limit}"
+    for name, size in sizes.items():
+        if size > LIMITS[name]:
+            return f"{name} = {size}; the kernels take up to {LIMITS[name]}"
     known_dtypes = (*DTYPES, jnp.float16) if platform == "cuda" else DTYPES
     for name, dtype in dtypes.items():
         if dtype not in known_dtypes or (name == "k" and dtype != q_BTHK.dtype):
@@ -73,31 +70,38 @@ def why_not_fused(
             return f"{name} is {jnp.dtype(dtype).name}; the kernels take {known}, the same for q, k and v"
     if mask.row_stride is None:
         return "positions are given; the kernels take consecutive positions, which are those of None"
-    if has_segments:
-        return "segment_ids are given; the kernels do not stop at the edges of documents"
-    if scale is not None:
-        return "scale is given; the kernels multiply scores by 1 / sqrt(K)"
-    if cap is not None:
-        return "cap is given; the kernels do not cap scores"
-    if not mask.causal:
-        return "causal = False; the kernels skip keys after a query"
-    if config is not None:
-        if config.leak:
-            return "leak = True; the kernels mask before they convolve"
-        if config.edge != "prefix" and left_pad(config) < config.kernel_width - 1:
-            return f"edge = {config.edge!r}; the kernels take only 'prefix', where a row depends on no later key"
+    is_listing = config is not None and config.key_halo[1] > 0  # if there is no leak
+    for is_given, reason in (
+        (has_segments, "segment_ids are given; the kernels do not stop at the edges of documents"),
+        (scale is not None, "scale is given; the kernels multiply scores by 1 / sqrt(K)"),
+        (cap is not None, "cap is given; the kernels do not cap scores"),
+        (not mask.causal, "causal = False; the kernels skip keys after a query"),
+        (config is not None and config.leak, "leak = True; the kernels mask before they convolve"),
+        (is_listing, "edge = 'listing'; the kernels take only 'prefix', where a row depends on no later key"),
+    ):
+        if is_given:
+            return reason
     if bias is not None and not isinstance(bias, DistanceBias):
         return f"{type(bias).__name__} is not a DistanceBias: it is as large as the scores, not a table over distances"
-    if platform == "tpu":
-        from dape_jax.kernels import tpu  # imports Pallas, which other platforms do not need
+    if platform == "gpu" and config is None:
+        return _why_not_cudnn(q_BTHK, k_BSGK, bias, mask)
+    reason = None if platform == "tpu" else _why_not_nvidia()
+    if platform == "gpu" or reason is not None:
+        return reason
+    args, row_stride = (q_BTHK, k_BSGK, convolution_sizes(config)), mask.row_stride
+    try:  # each kernel imports libraries that the others do not need
+        if platform == "tpu":
+            from dape_jax.kernels import tpu
 
-        options = {"row_stride": mask.row_stride, "window": mask.window, "device_kind": device_kind}
-        return tpu.why_not(q_BTHK, k_BSGK, config, **options)
-    if platform == "cuda":
-        from dape_jax.kernels import cuda
+            options = {"row_stride": row_stride, "window": mask.window, "device_kind": device_kind}
+            tpu.tilings(*args, dtype=q_BTHK.dtype, **options)
+        else:
+            from dape_jax.kernels import cuda
 
-        return cuda.why_not(q_BTHK, k_BSGK, config, row_stride=mask.row_stride)
-    return _why_not_cudnn(q_BTHK, k_BSGK, bias, mask) if config is None else _why_not_triton()
+            cuda.tilings_of(*args, row_stride)
+    except NotImplementedError as error:
+        return str(error)
+    return None
 
 
 def _why_not_cudnn(
@@ -115,8 +119,8 @@ def _why_not_cudnn(
     return None
 
 
-def _why_not_triton() -> str | None:
-    """Return why this process's GPU cannot run Triton's kernels, or None if it can or if there is none."""
+def _why_not_nvidia() -> str | None:
+    """Return why this process's GPU cannot run the kernels, or None if it can or if there is none."""
     found = getattr(jax.devices()[0], "compute_capability", None)  # "9.0"; of an AMD GPU: "gfx942"
     if found is None or (found.replace(".", "").isdigit() and float(found) >= MIN_CAPABILITY):
         return None

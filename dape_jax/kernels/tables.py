@@ -65,7 +65,7 @@ class Operator(NamedTuple):
 
     @property
     def pad(self) -> int:
-        """Return P, the number of columns that a convolution reads to its left; see `left_pad`."""
+        """Return P, the number of columns that a convolution reads to its left: zeros at the edge."""
         return self.left_knee_PCT.shape[0]
 
     @property
@@ -74,14 +74,9 @@ class Operator(NamedTuple):
         return self.width - 1 - self.pad
 
 
-def left_pad(config: DapeConfig) -> int:
-    """Return the zero padding to the left of each convolution: the number of columns read to the left."""
-    return config.kernel_width - 1 if config.alignment == "causal" else config.kernel_width // 2
-
-
 def convolution_sizes(config: DapeConfig | None) -> tuple[int, int, int]:
-    """Return W, P and C: 1, 0 and 0 without a processor."""
-    return (1, 0, 0) if config is None else (config.kernel_width, left_pad(config), config.channels)
+    """Return W, P (see `Operator.pad`) and C: 1, 0 and 0 without a processor."""
+    return (1, 0, 0) if config is None else (config.kernel_width, config.paddings[0][0], config.channels)
 
 
 def make_operator(
@@ -116,17 +111,15 @@ def make_operator(
             left_added_QHT=jnp.zeros((0, num_heads, num_rows)),
         )
     config = processor.config
-    width, channels = config.kernel_width, config.channels
-    pad = left_pad(config)
+    width, pad, channels = convolution_sizes(config)
     ahead = width - 1 - pad
-    num_distances = ahead + num_keys
-    assert mask.row_stride is not None
+    num_distances, row_stride = ahead + num_keys, mask.row_stride
+    assert row_stride is not None
 
     def of_rows(table_XN: Float[Array, "X N"], offset: int) -> Float[Array, "X T"]:
         """Return the entry at `offset` plus the column of each row; the entries must exist."""
-        assert mask.row_stride is not None
-        size = mask.row_stride * (num_rows - 1) + 1
-        return jax.lax.dynamic_slice_in_dim(table_XN, first + offset, size, 1)[:, :: mask.row_stride]
+        size = row_stride * (num_rows - 1) + 1
+        return jax.lax.dynamic_slice_in_dim(table_XN, first + offset, size, 1)[:, ::row_stride]
 
     hidden_C = processor.hidden_bias_C[...].astype(jnp.float32)
     output_WCH = processor.output_WCH[...].astype(jnp.float32)

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dape_jax.kernels.cuda import compiler
+from dape_jax.kernels.cuda import compiler, emulator
+from dape_jax.kernels.cuda.nvrtc import shared_bytes
 from dape_jax.kernels.cuda.tiling import (
     BLOCK_BYTES,
     LOG2E,
@@ -34,37 +35,26 @@ from dape_jax.kernels.cuda.tiling import (
     multiple,
     tilings,
 )
-from dape_jax.kernels.tables import Operator, convolution_sizes
-from dape_jax.model.processors import SLOPE, DapeConfig
+from dape_jax.kernels.tables import Operator
+from dape_jax.model.processors import SLOPE
 from dape_jax.model.scores import Mask, causal_runs
 from dape_jax.sharding import device_platform, full_precision, vary_alike
 
 NUM_RUNS = 4  # runs of blocks of rows, each with its own number of keys
 
 
-def why_not(
-    q_BTHK: jax.ShapeDtypeStruct | Array,
-    k_BSGK: jax.ShapeDtypeStruct | Array,
-    config: DapeConfig | None,
-    *,
-    row_stride: int,
-) -> str | None:
-    """Return why the kernels cannot run on the device, or None if they can; `config` is None without a processor."""
+def tilings_of(q: Any, k: Any, sizes: tuple[int, int, int], row_stride: int) -> tuple[Tiling, Tiling]:
+    """Return the tilings of the kernels for the device; see `tables.convolution_sizes`.
+
+    Raises:
+        NotImplementedError: the kernels cannot run on the device, or no tiling fits.
+    """
     if device_platform() == "gpu":
-        if q_BTHK.dtype == jnp.float32:
-            return "q is float32; the kernels take bfloat16 or float16"
-        if (reason := compiler.why_not()) is not None:
-            return reason
-    try:
-        _tilings(q_BTHK, k_BSGK, convolution_sizes(config), row_stride)
-    except NotImplementedError as error:
-        return str(error)
-    return None
-
-
-def _tilings(q: Any, k: Any, sizes: tuple[int, int, int], row_stride: int) -> tuple[Tiling, Tiling]:
+        if q.dtype == jnp.float32:
+            raise NotImplementedError("q is float32; the kernels take bfloat16 or float16")
+        compiler.check()
     heads = (q.shape[2], *k.shape[2:])
-    return tilings(heads, q.dtype.name, sizes, row_stride=row_stride, limit=compiler.shared_limit())
+    return tilings(heads, q.dtype.name, sizes, row_stride=row_stride, limit=shared_bytes(compiler.capability()))
 
 
 def attend(
@@ -85,11 +75,11 @@ def attend(
     inputs without any rounding to 16 bits.
 
     Raises:
-        NotImplementedError: see `tilings`.
+        NotImplementedError: see `tilings_of`.
     """
     del dtype
     sizes, head_dim = (operator.width, operator.pad, operator.knee_CN.shape[0]), q_BTHK.shape[3]
-    call = Call(*_tilings(q_BTHK, k_BSGK, sizes, row_stride), window, head_dim**-0.5, bool(interpret))
+    call = Call(*tilings_of(q_BTHK, k_BSGK, sizes, row_stride), window, head_dim**-0.5, bool(interpret))
     q, k, v = (jnp.pad(x, ((0, 0),) * 3 + ((0, -head_dim % 16),)) for x in (q_BTHK, k_BSGK, v_BSGK))
     channels = call.forward.channels - sizes[2]
     operator = operator._replace(
@@ -122,12 +112,8 @@ class Call:
 
     def launch(self, tiling: Tiling, grid: tuple[int, int, int], out: list, arrays: list, ints: list[int]) -> list:
         """Run a kernel: pointers to the arrays and to its results `out`, then the ints, then the factor of scores."""
-        scale = self.scale * LOG2E
-        if self.interpret:
-            from dape_jax.kernels.cuda import emulator  # needs a C++ compiler
-
-            return emulator.launch(tiling, grid, out, arrays, ints, scale)
-        return compiler.launch(tiling, grid, out, arrays, ints, scale)
+        launch = emulator.launch if self.interpret else compiler.launch
+        return launch(tiling, grid, out, arrays, ints, self.scale * LOG2E)
 
     @property
     def reach(self) -> int:

@@ -3,7 +3,6 @@
 In: a tiling, arrays and scalars. Out: arrays. `nvrtc.py` compiles.
 """
 
-import functools
 import importlib
 import zlib
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from dape_jax.kernels.cuda.nvrtc import cached_code, nvrtc, shared_bytes
+from dape_jax.kernels.cuda.nvrtc import cached_code, nvrtc
 from dape_jax.kernels.cuda.tiling import Tiling
 
 SOURCES = {
@@ -27,22 +26,13 @@ def capability() -> str:
     return getattr(jax.devices()[0], "compute_capability", "9.0")
 
 
-def shared_limit() -> int:
-    """Return the bytes of shared memory that a block can have."""
-    return shared_bytes(capability())
-
-
-def why_not() -> str | None:
-    """Return why kernels cannot be compiled or launched here, or None if they can."""
-    found = capability()
-    if not found.replace(".", "").isdigit() or float(found) < 8:
-        return f"the kernels need an NVIDIA GPU of compute capability 8.0 or more; this one has {found!r}"
+def check() -> None:
+    """Raise `NotImplementedError` if kernels cannot be compiled or launched here."""
     try:
         nvrtc()
         _launcher()
     except (OSError, ImportError, AttributeError) as error:
-        return f"the kernels cannot be compiled: {error}"
-    return None
+        raise NotImplementedError(f"the kernels cannot be compiled: {error}") from error
 
 
 def _launcher() -> Any:
@@ -57,19 +47,14 @@ def _launcher() -> Any:
     return launcher
 
 
-@functools.cache
-def ptx_of(tiling: Tiling, architecture: str) -> str:
-    """Return the PTX of a kernel."""
-    defines = tiling.defines() | {"SHARED_BYTES": tiling.shared_bytes}
-    return cached_code(SOURCES, tiling.kernel, architecture, defines).decode()
-
-
 def launch(
     tiling: Tiling, grid: tuple[int, int, int], out: list, arrays: list[Array], ints: list[int], scale: float
 ) -> list[Array]:
     """Run a kernel on the GPU. Its arguments: pointers to the arrays and to `out`, then the ints, then the scale."""
     launcher, architecture = _launcher(), capability().replace(".", "")
-    name, ptx = f"dape_{tiling.kernel}", ptx_of(tiling, f"compute_{architecture}")
+    defines = tiling.defines() | {"SHARED_BYTES": tiling.shared_bytes}
+    ptx = cached_code(SOURCES, tiling.kernel, f"compute_{architecture}", defines).decode()
+    name = f"dape_{tiling.kernel}"
     kernel = launcher.TritonKernel(name, tiling.warps, 1, tiling.shared_bytes, ptx, "", int(architecture))
     zeroed = [x.size * x.dtype.itemsize if tiling.kernel == "backward" else 0 for x in out]
     parameters = [launcher.create_array_parameter(size, 16) for size in [0] * len(arrays) + zeroed]

@@ -94,14 +94,8 @@ class Tiling:
 
     def defines(self) -> dict[str, int]:
         """Return the macros of the source."""
-        letters = {
-            "R": self.rows,
-            "L": self.columns,
-            "NW": self.warps,
-            "H": self.heads,
-            "G": self.groups,
-            "K": self.head_dim,
-        }
+        letters = {"R": self.rows, "L": self.columns, "NW": self.warps}
+        letters |= {"H": self.heads, "G": self.groups, "K": self.head_dim}
         letters |= {"C": self.channels, "W": self.width, "PAD": self.pad, "STRIDE": self.row_stride}
         return letters | ({"FLOAT16": 1} if self.dtype == "float16" else {})
 

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dape_jax.kernels.tables import Operator, convolution_sizes
+from dape_jax.kernels.tables import Operator
 from dape_jax.kernels.tpu.backward import backward_pass
 from dape_jax.kernels.tpu.forward import forward_pass
 from dape_jax.kernels.tpu.tiling import BLOCKS, LANES, PHASES, Tiling, cost, tilings
-from dape_jax.model.processors import DapeConfig
 
-__all__ = ["BLOCKS", "LANES", "PHASES", "Tiling", "attend", "cost", "tilings", "why_not"]
+__all__ = ["BLOCKS", "LANES", "PHASES", "Tiling", "attend", "cost", "tilings"]
 
 
 def attend(
@@ -41,24 +40,6 @@ def attend(
     sizes = operator.width, operator.pad, operator.knee_CN.shape[0]
     options = {"dtype": dtype, "row_stride": row_stride, "window": window, "interpret": interpret}
     return _attend(*tilings(q_BTHK, k_BSGK, sizes, **options), q_BTHK, k_BSGK, v_BSGK, first, operator)
-
-
-def why_not(
-    q_BTHK: jax.ShapeDtypeStruct | Array,
-    k_BSGK: jax.ShapeDtypeStruct | Array,
-    config: DapeConfig | None,
-    *,
-    row_stride: int,
-    window: int | None,
-    device_kind: str | None,
-) -> str | None:
-    """Return why the kernels cannot run on the device, or None if they can; `config` is None without a processor."""
-    options = {"row_stride": row_stride, "window": window, "device_kind": device_kind}
-    try:
-        tilings(q_BTHK, k_BSGK, convolution_sizes(config), dtype=q_BTHK.dtype, **options)
-    except NotImplementedError as error:
-        return str(error)
-    return None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
