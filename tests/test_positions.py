@@ -9,9 +9,8 @@ import pytest
 from flax import nnx
 from helpers import OF_POSITIONS
 
-from dape_jax.model.biases import BIASES, DistanceBias, distances, kerple, kerple_power, sandwich
+from dape_jax.model.biases import BIASES, DistanceBias, distances, kerple, kerple_power
 from dape_jax.model.positions import (
-    ROTARY,
     STRETCHES,
     Llama3Rope,
     NtkAware,
@@ -74,25 +73,6 @@ def test_rotation_and_its_derivatives_are_products_with_the_matrix():
         np.testing.assert_allclose(tangent, formula(weight, sin).astype(np.float32), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["none", "yarn"])
-def test_products_depend_only_on_the_distance(name):
-    rotary, pos, k = ROTARY[name](), jnp.array([0, 1, 5, 9, 40]), X[::-1]
-
-    @jax.jit
-    def products(start):
-        return jnp.einsum("BTHK,BSHK->BHTS", rotary(X, pos + start), rotary(k, pos + start))
-
-    near, scale = products(0), 1 if name == "none" else rotary.scale
-    np.testing.assert_allclose(near, products(300), atol=2e-3)
-    np.testing.assert_allclose(near[..., 0, 0], scale**2 * (X * k).sum(-1)[:, 0], rtol=1e-4)
-
-
-def test_positions_of_each_sequence():
-    pos_BT = jnp.array([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]])
-    each = [Rope()(x_THK[None], pos_T)[0] for x_THK, pos_T in zip(X, pos_BT, strict=True)]
-    np.testing.assert_array_equal(Rope()(X, pos_BT), each)
-
-
 def test_position_interpolation_divides_positions_and_ntk_the_slow_angles():
     pos = jnp.arange(5) * 8
     np.testing.assert_allclose(PositionInterpolation(factor=4.0)(X, pos), Rope()(X, pos // 4), rtol=1e-5, atol=1e-5)
@@ -153,7 +133,8 @@ def test_sandwich_is_its_formula():
     frequencies = 10_000.0 ** (-2 * np.arange(8) / 16)
     total = np.cos(distance[..., None] * frequencies).sum(-1)
     expected = np.stack([total / (8 * (head + 1) / 3) for head in range(3)])
-    np.testing.assert_allclose(sandwich(q_pos, k_pos, 3, 16), expected, rtol=1e-5)
+    sandwich = BIASES["sandwich"](position_dim=16).build(3, 4, nnx.Rngs(0))
+    np.testing.assert_allclose(sandwich(q_pos, k_pos), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -3,11 +3,11 @@
 In: query positions `q_pos_T` and key positions `k_pos_S`. Out: `bias_HTS`. Next: `contextual.py`.
 
 A bias is a function of positions only: there is no maximum length and no stored table over positions, so a model
-trained at one length runs at any other. Each bias has a pure function, an NNX module with its parameters, and a frozen
+trained at one length runs at any other. Each bias has an NNX module with its parameters and its formula, and a frozen
 config that names the module.
 
-To add one, write these three and add a line to `BIASES` at the end of the file. Tests, benchmarks and command lines
-read that dict.
+To add one, write these two and add a line to `BIASES` at the end of the file. Tests, benchmarks and command lines read
+that dict.
 """
 
 import dataclasses
@@ -108,23 +108,19 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
     return np.asarray((slopes + between)[:num_heads])
 
 
-def alibi(distance: Distance, slopes_H: Float[Array, "H"]) -> HeadBias:
-    """Return the linear bias, -slope_h dist.
+class Alibi(DistanceBias):
+    """ALiBi, the linear bias -slope_h dist. It has no parameters.
 
     Source: Press et al. 2022, section 3.
     """
-    return -_per_head(slopes_H, distance) * distance.astype(slopes_H.dtype)[None]
-
-
-class Alibi(DistanceBias):
-    """ALiBi. It has no parameters."""
 
     def __init__(self, num_heads: int, head_dim: int, config: "AlibiConfig", rngs: nnx.Rngs):
         self.num_heads = num_heads
 
     def of_distance(self, distance: Distance) -> HeadBias:
-        """See `alibi`."""
-        return alibi(distance, jnp.asarray(alibi_slopes(self.num_heads), dtype=float))
+        """See the class."""
+        slopes_H = jnp.asarray(alibi_slopes(self.num_heads), dtype=float)
+        return -_per_head(slopes_H, distance) * distance.astype(slopes_H.dtype)[None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,52 +191,47 @@ class KerplePowerConfig(BiasConfig):
     module = KerplePower
 
 
-def _sandwich_frequencies(position_dim: int) -> Float[Array, "_"]:
-    return jnp.asarray(10_000.0 ** (-np.arange(0, position_dim, 2) / position_dim), float)
-
-
-def _sandwich_ratios(num_heads: int) -> Float[Array, "H"]:
-    return jnp.asarray(8 * np.arange(1, num_heads + 1) / num_heads, float)
-
-
-def sandwich(
-    q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], num_heads: int, position_dim: int = 128
-) -> Float[Array, "H T S"]:
-    """Return the inner products of sinusoidal position embeddings, divided by the head's compression ratio.
+class Sandwich(DistanceBias):
+    """Sandwich: inner products of sinusoidal position embeddings, divided by the head's compression ratio.
 
         bias_h = sum over m < d/2 of cos((q_pos - k_pos) 10000^(-2m/d)) / r_h      d = position_dim, r_h = 8 (h + 1) / H
+
+    It has no parameters.
 
     Source: Chi et al. 2023, section 5 and their listing (appendix E).
     Differs: embeddings are of positions relative to the first query, so that in float32 the error of an angle is 6e-8
         times the range of the positions in one call, not times their size. The bias is an even function of the
         distance, causal or not.
     """
-    frequency_m = _sandwich_frequencies(position_dim)
-
-    def embed(pos: Int[Array, "_"]) -> Float[Array, "_ m"]:
-        angle = (pos - q_pos_T[0]).astype(float)[:, None] * frequency_m[None, :]
-        return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
-
-    product_TS = jnp.matmul(embed(q_pos_T), embed(k_pos_S).T, precision=jax.lax.Precision.HIGHEST)
-    return product_TS[None] / _sandwich_ratios(num_heads)[:, None, None]
-
-
-class Sandwich(DistanceBias):
-    """Sandwich. It has no parameters."""
 
     def __init__(self, num_heads: int, head_dim: int, config: "SandwichConfig", rngs: nnx.Rngs):
         self.num_heads, self.position_dim = num_heads, config.position_dim
 
+    def frequencies(self) -> Float[Array, "m"]:
+        """Return the angles per position."""
+        return jnp.asarray(10_000.0 ** (-np.arange(0, self.position_dim, 2) / self.position_dim), float)
+
+    def ratios(self) -> Float[Array, "H"]:
+        """Return the compression ratios."""
+        return jnp.asarray(8 * np.arange(1, self.num_heads + 1) / self.num_heads, float)
+
     def of_distance(self, distance: Distance) -> HeadBias:
-        """See `sandwich`. Needs position_dim / 2 numbers of memory per distance, so `__call__` has its own formula."""
-        angle = jnp.multiply.outer(distance.astype(float), _sandwich_frequencies(self.position_dim))
-        return jnp.cos(angle).sum(-1)[None] / _per_head(_sandwich_ratios(self.num_heads), distance)
+        """See the class. Needs position_dim / 2 numbers of memory per distance, so `__call__` has its own formula."""
+        angle = jnp.multiply.outer(distance.astype(float), self.frequencies())
+        return jnp.cos(angle).sum(-1)[None] / _per_head(self.ratios(), distance)
 
     def __call__(
         self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
     ) -> Float[Array, "H T S"]:
-        """See `sandwich`."""
-        return sandwich(q_pos_T, k_pos_S, self.num_heads, self.position_dim)
+        """See the class."""
+        frequency_m = self.frequencies()
+
+        def embed(pos: Int[Array, "_"]) -> Float[Array, "_ d"]:
+            angle = (pos - q_pos_T[0]).astype(float)[:, None] * frequency_m[None, :]
+            return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
+
+        product_TS = jnp.matmul(embed(q_pos_T), embed(k_pos_S).T, precision=jax.lax.Precision.HIGHEST)
+        return product_TS[None] / self.ratios()[:, None, None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,20 +265,15 @@ def t5_buckets(distance: Distance, num_buckets: int = 32, max_distance: int = 12
     return jnp.where(distance < exact, distance, large.astype(distance.dtype))
 
 
-def t5(distance: Distance, table_NH: Float[Array, "N H"], max_distance: int = 128, scale: float = 1.0) -> HeadBias:
-    """Return the learned bias of the bucketed distance, scale * table[bucket(dist), h].
+class T5(DistanceBias):
+    """T5's relative position bias: sqrt(head dim) table[bucket(dist), h], with one entry for each bucket and head.
 
-    The table has one entry for each of N buckets and each head. `scale` is sqrt(head dim) in the official code.
+    The table is initialised Xavier normal.
 
-    Source: Raffel et al. 2020, section 2.1.
+    Source: Raffel et al. 2020, section 2.1, with the factor of the official DAPE code.
     Differs: if attention is not causal, T5 has separate buckets for keys on the right; here both sides share them, as
         in every other bias.
     """
-    return scale * jnp.moveaxis(table_NH[t5_buckets(distance, table_NH.shape[0], max_distance)], -1, 0)
-
-
-class T5(DistanceBias):
-    """T5's relative position bias. The table is initialised Xavier normal."""
 
     def __init__(self, num_heads: int, head_dim: int, config: "T5Config", rngs: nnx.Rngs):
         self.table_NH = nnx.Param(nnx.initializers.xavier_normal()(rngs.params(), (config.num_buckets, num_heads)))
@@ -295,8 +281,9 @@ class T5(DistanceBias):
         self.scale = math.sqrt(head_dim)
 
     def of_distance(self, distance: Distance) -> HeadBias:
-        """See `t5`."""
-        return t5(distance, self.table_NH[...], self.max_distance, self.scale)
+        """See the class."""
+        table_NH = self.table_NH[...]
+        return self.scale * jnp.moveaxis(table_NH[t5_buckets(distance, table_NH.shape[0], self.max_distance)], -1, 0)
 
 
 @dataclasses.dataclass(frozen=True)

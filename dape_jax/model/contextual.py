@@ -55,49 +55,41 @@ class ContextualBias(Protocol):
         ...
 
 
-def cope(content: Content, table_KP: Float[Array, "K P"]) -> Pairs:
-    """Return CoPE's bias: a key's position is the sum of the gates from the key to the query.
+class Cope(nnx.Module):
+    """CoPE: a key's position is the sum of the gates from the key to the query.
 
         pos(i, j) = min(sum over j <= m <= i of sigmoid(A(i, m)), P - 1)
         bias(i, j) = w q_i . table[ceil(pos)] + (1 - w) q_i . table[floor(pos)]        w = pos - floor(pos)
 
-    Gates of masked keys are 0. The table has embeddings of P positions, the same for all heads. The gradient is that of
-    this formula: it flows through w, but not through ceil, floor or a clamped position.
+    Gates of masked keys are 0. The table has embeddings of P positions, the same for all heads, initialised to 0. The
+    gradient is that of this formula: it flows through w, but not through ceil, floor or a clamped position.
 
     Source: Golovneva et al. 2024, equations 3 to 5, and the official DAPE code.
     Differs: nothing.
     """
-    q_BTHK, _, scores_BHTS, mask, *_ = content
-    pos_BHTS = jax.lax.cumsum(jnp.where(over_heads(mask), jax.nn.sigmoid(scores_BHTS), 0), axis=3, reverse=True)
-    last = table_KP.shape[1] - 1
-    pos_BHTS = jnp.where(pos_BHTS <= last, pos_BHTS, last)
-    floor_BHTS, ceil_BHTS = jax.lax.stop_gradient((jnp.floor(pos_BHTS), jnp.ceil(pos_BHTS)))
-    w_BHTS = pos_BHTS - floor_BHTS
-    dtype = scores_BHTS.dtype
-    embedded_BHTP = jnp.einsum(
-        "BTHK,KP->BHTP", q_BTHK.astype(dtype), table_KP.astype(dtype), precision=full_precision(dtype)
-    )
-    at_ceil, at_floor = (
-        jnp.take_along_axis(embedded_BHTP, index.astype(jnp.int32), axis=-1) for index in (ceil_BHTS, floor_BHTS)
-    )
-    return w_BHTS * at_ceil + (1 - w_BHTS) * at_floor
-
-
-class Cope(nnx.Module):
-    """CoPE. The table is initialised to 0, as in the official code."""
 
     def __init__(self, num_heads: int, head_dim: int, config: "CopeConfig", rngs: nnx.Rngs):
         self.table_KP = nnx.Param(jnp.zeros((head_dim, config.num_positions)))
 
     def from_content(self, content: Content, *, causal: bool) -> Pairs:
-        """See `cope`.
+        """See the class.
 
         Raises:
             InputError: attention is not causal: CoPE defines no position for a later key.
         """
         allowed = "must be another bias: CoPE counts earlier keys, so it needs causal attention"
         require(causal, "model.bias", "cope", allowed)
-        return cope(content, self.table_KP[...])
+        (q_BTHK, _, scores_BHTS, mask, *_), table_KP = content, self.table_KP[...]
+        pos_BHTS = jax.lax.cumsum(jnp.where(over_heads(mask), jax.nn.sigmoid(scores_BHTS), 0), axis=3, reverse=True)
+        last, dtype = table_KP.shape[1] - 1, scores_BHTS.dtype
+        pos_BHTS = jnp.where(pos_BHTS <= last, pos_BHTS, last)
+        floor_BHTS, ceil_BHTS = jax.lax.stop_gradient((jnp.floor(pos_BHTS), jnp.ceil(pos_BHTS)))
+        w_BHTS, precision = pos_BHTS - floor_BHTS, full_precision(dtype)
+        embedded_BHTP = jnp.einsum("BTHK,KP->BHTP", q_BTHK.astype(dtype), table_KP.astype(dtype), precision=precision)
+        at_ceil, at_floor = (
+            jnp.take_along_axis(embedded_BHTP, index.astype(jnp.int32), axis=-1) for index in (ceil_BHTS, floor_BHTS)
+        )
+        return w_BHTS * at_ceil + (1 - w_BHTS) * at_floor
 
 
 @dataclasses.dataclass(frozen=True)

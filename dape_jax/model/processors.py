@@ -3,7 +3,7 @@
 In: `scores_BHTS`, `bias_BHTS` (or None; its batch dim is 1 unless it depends on content) and a mask, True where the
 query sees the key. Out: the scores for the softmax. Next: `attention.py`.
 
-To add one, write a pure function, a module and a frozen config, and add a line to `PROCESSORS` at the end of the file.
+To add one, write a module and a frozen config, and add a line to `PROCESSORS` at the end of the file.
 """
 
 import dataclasses
