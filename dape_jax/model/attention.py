@@ -154,13 +154,14 @@ def _attend_compiled(
 
 def _positions(num_rows: int, num_keys: int, q_pos: Any, k_pos: Any, starts_BS: Array | None = None) -> Positions:
     """Return the positions of a call of `attend`; see there."""
-    q_pos_T, k_pos_S = (None if pos is None else jnp.asarray(pos) for pos in (q_pos, k_pos))
-    q_pos_T, k_pos_S = (  # differences of unsigned positions would wrap around
-        pos.astype(np.int32) if pos is not None and jnp.issubdtype(pos.dtype, jnp.unsignedinteger) else pos
-        for pos in (q_pos_T, k_pos_S)
-    )
-    k_pos_S = jnp.arange(num_keys) if k_pos_S is None else k_pos_S
-    q_pos_T = k_pos_S[num_keys - num_rows :] if q_pos_T is None else q_pos_T
+
+    def signed(pos: Any) -> Array:
+        """Return positions whose differences do not wrap around."""
+        pos = jnp.asarray(pos)
+        return pos.astype(np.int32) if jnp.issubdtype(pos.dtype, jnp.unsignedinteger) else pos
+
+    k_pos_S = jnp.arange(num_keys) if k_pos is None else signed(k_pos)
+    q_pos_T = k_pos_S[num_keys - num_rows :] if q_pos is None else signed(q_pos)
     return Positions(q_pos_T, k_pos_S, None if starts_BS is None else starts_BS[:, num_keys - num_rows :], starts_BS)
 
 

@@ -87,15 +87,12 @@ class Rope:
 
     def __call__(self, x_BTHK: Heads, pos: RowPositions) -> Heads:
         """Rotate `x_BTHK` by its positions, computing in float32 or better; return the dtype of `x_BTHK`."""
-        return self.at_length(pos.shape[-1])._rotate(x_BTHK, pos)
-
-    def _rotate(self, x_BTHK: Heads, pos: RowPositions) -> Heads:
-        heads, head_dim = x_BTHK.shape[2:]
+        rope, (heads, head_dim) = self.at_length(pos.shape[-1]), x_BTHK.shape[2:]
         dtype = jnp.promote_types(x_BTHK.dtype, jnp.float32)
-        num_rotated = self.num_rotated(head_dim)
+        num_rotated = rope.num_rotated(head_dim)
         half, others = num_rotated // 2, (0, head_dim - num_rotated)
-        frequencies_K = np.pad(np.tile(self.frequencies(num_rotated), 2), others)
-        scale_111K = jnp.asarray([[[np.pad(np.full(num_rotated, self.scale), others, constant_values=1)]]], dtype)
+        frequencies_K = np.pad(np.tile(rope.frequencies(num_rotated), 2), others)
+        scale_111K = jnp.asarray([[[np.pad(np.full(num_rotated, rope.scale), others, constant_values=1)]]], dtype)
         turn_KK = np.pad(np.eye(num_rotated, k=half) - np.eye(num_rotated, k=-half), others)
         angle = jnp.multiply.outer(pos.astype(dtype), jnp.asarray(frequencies_K, dtype))
         angle_BT1K = angle.reshape(-1, pos.shape[-1], 1, head_dim)  # one row for all sequences if pos is [T]

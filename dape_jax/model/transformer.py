@@ -624,9 +624,7 @@ class Transformer(nnx.Module):
         starts_BT = None if segment_ids is None else segment_starts(segment_ids)
         pos = stripe(pos, 0) if starts_BT is None else stripe(pos[None] - starts_BT, 1)
         places = Places(pos, pos_T, starts_BT)
-        x_BTD = self._scaled(embed(self.embedding_VD[...], stripe(tokens_BT, 1)))
-        if self.positions_PD is not None:
-            x_BTD += embed(self.positions_PD[...], jnp.broadcast_to(pos, tokens_BT.shape))
+        x_BTD = self.embeddings(stripe(tokens_BT, 1), pos)
 
         def layer(
             x_BTD: Array, block_number_key: tuple[Block, Array | None, Array | None]
@@ -653,13 +651,16 @@ class Transformer(nnx.Module):
         """Return one layer of the stack."""
         return jax.tree.map(lambda stacked: stacked[number], self.layers)
 
-    def embeddings(self, tokens_BT: Int[Array, "B T"], pos_T: Int[Array, "T"]) -> Float[Array, "B T D"]:
-        """Return the input of the first layer, on one device."""
-        x_BTD = self._scaled(self.embedding_VD[...][tokens_BT])
-        return x_BTD if self.positions_PD is None else x_BTD + self.positions_PD[...][pos_T][None]
-
-    def _scaled(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return x_BTD * math.sqrt(self.config.width) if self.config.scale_embedding else x_BTD
+    def embeddings(
+        self, tokens_BT: Int[Array, "B T"], pos: Int[Array, "T"] | Int[Array, "B T"]
+    ) -> Float[Array, "B T D"]:
+        """Return the input of the first layer."""
+        x_BTD = embed(self.embedding_VD[...], tokens_BT)
+        if self.config.scale_embedding:
+            x_BTD *= math.sqrt(self.config.width)
+        if self.positions_PD is not None:
+            x_BTD += embed(self.positions_PD[...], jnp.broadcast_to(pos, tokens_BT.shape))
+        return x_BTD
 
     def _normed(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return x_BTD if self.norm is None else self.norm(x_BTD)
