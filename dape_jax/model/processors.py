@@ -477,16 +477,14 @@ class DapeConfig(ProcessorConfig):
     @property
     def why_not_cached(self) -> str | None:
         """See `ProcessorConfig`."""
-        if self.kernel_width == 1 or self.alignment == "causal":
+        if self.key_halo[1] == 0:  # no row reads later keys
             return None
         if self.leak:
             return "model.processor.leak = True: scores read tokens that are not generated yet"
-        if self.edge == "listing":
-            return (
-                f"model.processor.edge = 'listing': the last kernel_width // 2 = {self.kernel_width // 2} rows change "
-                "when a token is appended, so cached results would be wrong (with edge='prefix', no row changes)"
-            )
-        return None
+        return (
+            f"model.processor.edge = 'listing': the last kernel_width // 2 = {self.kernel_width // 2} rows change when "
+            "a token is appended, so cached results would be wrong (with edge='prefix', no row changes)"
+        )
 
     def pair_flops(self, num_heads: int, has_bias: bool) -> PairFlops:
         """Return the cost of both convolutions: W taps from H heads (2H with a bias) to C channels, and from C to H."""
