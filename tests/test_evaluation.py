@@ -113,7 +113,7 @@ def test_every_length_is_scored_on_the_same_tokens(document_lengths, lengths, ma
             np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
             np.testing.assert_array_equal(batch["inputs"] + 1, batch["targets"])
             rows.extend(batch["targets"][:num_real])
-        assert len(rows) == len(windows)
+        assert [row[-1] for row in rows] == [window.document * 1000 + window.end - 1 for window in windows]
         scored.append([row[-min(lengths) :].tolist() for row in rows])
     assert all(other == scored[0] for other in scored)
 
@@ -225,9 +225,11 @@ def test_bins_are_means_of_what_was_measured(length, num_windows, train_length, 
 
 @pytest.mark.parametrize("breaks_at", [100, 700])
 def test_a_break_is_found_and_noise_is_not_a_break(breaks_at):
-    """Find a loss that rises by twice the margin at a position, with noise ten times as large."""
+    """Find a loss that rises by twice the margin at a position, and no break where the interval of the excess has 0."""
+    noisy = positions_result(np.random.default_rng(4).normal(2.0, 30 * statistics.MARGIN_NATS, (64, 1024)), 64)
+    assert noisy["breaks_at"] is None
+    assert max(each["excess_nats"] for each in noisy["bins"] if each["first"] > 64) > statistics.MARGIN_NATS
     nll = np.random.default_rng(0).normal(2.0, 10 * statistics.MARGIN_NATS, (64, 1024))
-    assert positions_result(nll, 64)["breaks_at"] is None
     nll[:, breaks_at - 1 :] += 2 * statistics.MARGIN_NATS
     # The smoothed curve exceeds the margin when half of its window is beyond the break.
     octaves = math.log2(positions_result(nll, 64)["breaks_at"] / breaks_at)
