@@ -270,7 +270,7 @@ def read_text(spec: dict[str, Any], path: str, text: str) -> Any:
         if others == [...]:  # tuple[int, ...], with or without brackets
             return tuple(map(convert, re.findall(r"[^\s,()\[\]'\"]+", text)))
         return None if text == "None" else convert(text)
-    except (KeyError, IndexError, ValueError):
+    except (KeyError, IndexError, TypeError, ValueError):
         return text
 
 

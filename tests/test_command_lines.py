@@ -62,8 +62,9 @@ def run_all(commands: list[list[str]], scratch: Path) -> list[tuple[int, str, st
 
 TRAIN = "train.py --workdir=run --config=configs/"
 FLAGS = "--config.train.num_stpes=8 --config.num_steps=8 --config.trian.num_steps=8 --config.model.rotary.factor=4 "
-FLAGS += "--config.optimizer.lr=1 --config.lr=1 --config.train.learning_rate=1 "
+FLAGS += "--config.optimizer.lr=1 --config.train.learning_rate=1 "
 FLAGS += "--config.model.bias=alibi --config.train.num_steps"
+WRONG = "--config.model.window=a --config.model.alternate_rotary=rope --config.train.profile_steps=3,a"
 # Command lines, and words of each line of error, separated by "&".
 REFUSED = {
     # the config file and its argument
@@ -88,15 +89,14 @@ REFUSED = {
         "--config.trian.num_steps=8 & did you mean --config.train.num_steps?",
         "--config.model.rotary.factor=4 & no such field & --help=SECTION",
         "--config.optimizer.lr=1 & no such field; --help lists the sections, --help=SECTION",
-        "--config.lr=1 & no such field; --help lists",
         "--config.train.learning_rate=1 & did you mean --config.optimizer.learning_rate?",
         "--config.model.bias=alibi & by name",
         "--config.train.num_steps & =VALUE",
     ],
-    f"{TRAIN}quickstart.py --config.model.window=a --config.train.profile_steps=3,a --config.data.seed=None": [
+    f"{TRAIN}quickstart.py {WRONG}": [
+        "model.alternate_rotary = 'rope' & name",
         "model.window = 'a' & int",
         "train.profile_steps = '3,a' & int",
-        "data.seed = None & int",
     ],
     f"{TRAIN}quickstart.py --config.evaluation.max_windows=0": ["evaluation.max_windows = 0 & positive"],
     f"{TRAIN}quickstart.py --config.data.path=tests/test_dat.py": [
