@@ -23,7 +23,7 @@ from experiments.catalogue import EXPERIMENTS
 from experiments.gains import gains
 from experiments.methods import NOT_IN_PAPER, Cell, Claim, Less, Score
 from experiments.plots import UNITS, experiment_figure, gain_figure, write_png
-from experiments.runs import Group, lookup_in, mean_of, paper_groups, read_groups
+from experiments.runs import Group, Series, lookup_in, mean_of, paper_groups, read_groups
 from experiments.verdicts import (
     MIN_SEEDS,
     VERDICTS,
@@ -68,11 +68,14 @@ def _content(group: Group) -> Content:
     claims = [
         _claim(group, text, claim, judge(claim, lookup, experiment.metric)) for text, claim in experiment.claims.items()
     ]
-    series = [  # samples are in the runs
-        {field: value for field, value in vars(each).items() if field != "samples" and value not in ("", {})}
-        for each in group.series
-    ]
-    return {"claims": claims, "series": series, "about": group.about}
+    return {"claims": claims, "series": [_described(each) for each in group.series], "about": group.about}
+
+
+def _described(series: Series) -> Content:
+    """Return the fields of a series, without its samples, which are in the runs; of a task with the means."""
+    fields = vars(series) | {"samples": {}}
+    means = {"within": series.means(beyond=False), "beyond": series.means(beyond=True)} if series.task else {}
+    return {name: value for name, value in (fields | means).items() if value not in ("", {})}
 
 
 def _claim(group: Group, text: str, claim: Claim, item: Judgement) -> Content:
@@ -272,7 +275,7 @@ def _text_rows(group: Group) -> list[list[str]]:
 
 def _task_rows(group: Group, *, beyond: bool) -> list[list[str]]:
     """Return header and rows: one row per task, one column for chance and one per method."""
-    means = {(series.method, series.task): series.beyond if beyond else series.within for series in group.series}
+    means = {(series.method, series.task): series.means(beyond=beyond) for series in group.series}
     methods = [m for m in EXPERIMENTS[group.experiment].methods if any(m == found for found, _ in means)]
     rows = [["task", "level", "chance", *methods]]
     for task in dict.fromkeys(series.task for series in group.series):

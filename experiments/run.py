@@ -83,7 +83,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Name of the run, as in `runs.run_name`."""
+        """Name of the run, unique in its group, as in "kerple-xs-T32-seed0" or "kerple-even_pairs-seed0"."""
         return f"{self.model}-seed{self.seed}"
 
 
@@ -258,11 +258,11 @@ def run_experiment(name: str, settings: Settings) -> list[PlannedRun]:
         unfinished = [item for item in missing if item.identity() not in finished]
         for item in (item for item in missing if item.identity() in finished):
             logger.info("%s: stored already, by another experiment", item.run.name)
-            add_run(results, name, item.group, finished[item.identity()])
+            add_run(results, name, item.group, item.run.name, finished[item.identity()])
         logger.info("%s: %d runs, %d of them finished", name, len(planned), len(planned) - len(unfinished))
         if planned[0].metric == "step_ms":
             for item, content in _timings(planned, {item.run.name for item in unfinished}):
-                add_run(results, name, item.group, content)
+                add_run(results, name, item.group, item.run.name, content)
             return planned
         for number, item in enumerate(unfinished, 1):
             logger.info("%s: run %d of %d: %s", name, number, len(unfinished), item.run.name)
@@ -270,7 +270,7 @@ def run_experiment(name: str, settings: Settings) -> list[PlannedRun]:
             workdir = workdirs / item.workdir_name
             train(resolved(item.config), workdir)
             content = item.content(evaluate_run(item, workdir), time.monotonic() - started)
-            add_run(results, name, item.group, content)
+            add_run(results, name, item.group, item.run.name, content)
     return planned
 
 

@@ -75,12 +75,6 @@ def identity_of_stored(run: Run, *, seeds: bool = True) -> str:
     return identity(config, run["data"], run["metric"], lengths, seeds=seeds)
 
 
-def run_name(run: Run) -> str:
-    """Return the name of a run, unique in its group, as in "kerple-xs-T32-seed0" or "kerple-even_pairs-seed0"."""
-    model = run["task"] if "task" in run else f"{run['size']}-T{run['train_length']}"
-    return f"{run['method']}-{model}-seed{run['seed']}"
-
-
 def read_lines(file: Path) -> list[Run]:
     """Return the lines of a compressed file of JSON lines; none if it does not exist."""
     return [json.loads(line) for line in zstd.decompress(file.read_bytes()).splitlines()] if file.exists() else []
@@ -104,16 +98,16 @@ def read_runs(results: Path) -> dict[str, dict[str, dict[str, Run]]]:
     return found
 
 
-def add_run(results: Path, experiment: str, group: str, run: Run) -> None:
+def add_run(results: Path, experiment: str, group: str, name: str, run: Run) -> None:
     """Add a run to an experiment's file, by its key alone if it is stored already, in place of one with its name."""
-    place = {"group": group, "name": run_name(run)}
+    place = {"group": group, "name": name}
     line, kept = place | run, []
-    for name in EXPERIMENTS:
-        lines = read_lines(results / name / FILE)
-        if name == experiment:
-            kept = lines = [each for each in lines if (each["group"], each["name"]) != (group, place["name"])]
-        if any({**each, **place} == place | run for each in lines):
-            line = {**place, "key": run["key"], "stored_in": name}
+    for other in EXPERIMENTS:
+        lines = read_lines(results / other / FILE)
+        if other == experiment:
+            kept = lines = [each for each in lines if (each["group"], each["name"]) != (group, name)]
+        if any(each | place == place | run for each in lines):
+            line = {**place, "key": run["key"], "stored_in": other}
     (results / experiment).mkdir(parents=True, exist_ok=True)
     write_lines(results / experiment / FILE, sorted([*kept, line], key=lambda each: (each["group"], each["name"])))
 
@@ -125,8 +119,7 @@ def add_run(results: Path, experiment: str, group: str, run: Run) -> None:
 class Series:
     """Results of one model by seed and length. Accuracies are in per cent.
 
-    `size` is "" for a task, `task` is "" for a text. Claims are judged by the samples. For a task, `within` and
-    `beyond` are the means, by seed, over lengths up to the train length and over longer ones. `train_flops` is None and
+    `size` is "" for a task, `task` is "" for a text. Claims are judged by the samples. `train_flops` is None and
     `num_steps` is 0 if unknown. `seconds` is the time that training and evaluation took, over all seeds.
     """
 
@@ -135,8 +128,6 @@ class Series:
     task: str
     train_length: int
     values: dict[int, dict[int, float]]
-    within: dict[int, float] = dataclasses.field(default_factory=dict)
-    beyond: dict[int, float] = dataclasses.field(default_factory=dict)
     samples: dict[int, dict[int, Sample]] = dataclasses.field(default_factory=dict)
     train_flops: float | None = None
     num_steps: int = 0
@@ -150,6 +141,14 @@ class Series:
     def over_seeds(self, length: int) -> list[float]:
         """Return the values at a length."""
         return [by_length[length] for by_length in self.values.values() if length in by_length]
+
+    def means(self, *, beyond: bool) -> dict[int, float]:
+        """Return the mean by seed of the values at lengths above the train length, or at the others."""
+        chosen = {
+            seed: [value for length, value in of_seed.items() if (length > self.train_length) == beyond]
+            for seed, of_seed in self.values.items()
+        }
+        return {seed: fmean(values) for seed, values in chosen.items() if values}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,10 +210,9 @@ def _group(name: str, group: str, runs: dict[str, Run]) -> Group:
         results = {run["seed"]: measured(run, experiment.metric, divisor) for run in of_model}
         values = {seed: of_seed for seed, (of_seed, _) in results.items()}
         samples = {seed: of_seed for seed, (_, of_seed) in results.items()}
-        more = {"train_flops": of_model[-1].get("train_flops")}
-        more |= {"num_steps": of_model[-1]["config"]["train"]["num_steps"]}
-        more |= {"seconds": sum(run["wall_seconds"] for run in of_model)}
-        series.append(dataclasses.replace(_series(model, values, samples), **more))
+        flops, num_steps = of_model[-1].get("train_flops"), of_model[-1]["config"]["train"]["num_steps"]
+        seconds = sum(run["wall_seconds"] for run in of_model)
+        series.append(Series(*model, values, samples, flops, num_steps, seconds))
     facts: dict[str, list[Any]] = {field: sorted({json.dumps(run[field]) for run in stored}) for field in PROVENANCE}
     facts["wall_seconds"] = [run["wall_seconds"] for run in stored]
     if experiment.tasks:
@@ -250,15 +248,6 @@ def mean_of(values: Sequence[float]) -> float:
     return fmean(values) if max(map(abs, values)) < FIXED_BELOW else sum(values) / len(values)
 
 
-def _series(model: Model, values: dict[int, dict[int, float]], samples: dict[int, dict[int, Sample]]) -> Series:
-    means: dict[bool, dict[int, float]] = {False: {}, True: {}}  # of lengths beyond the train length, or not
-    for seed, by_length in values.items() if model.task else ():
-        for is_beyond, of_seed in means.items():
-            if chosen := [value for length, value in by_length.items() if (length > model.train_length) == is_beyond]:
-                of_seed[seed] = fmean(chosen)
-    return Series(*model, values, means[False], means[True], samples)
-
-
 def lookup_in(group: Group) -> Lookup:
     """Return the function that looks up samples in a group."""
 
@@ -270,22 +259,23 @@ def lookup_in(group: Group) -> Lookup:
         series = [item for item in group.series if item.task == side.task and item.method in side.methods]
         if len(series) < len(side.methods):  # needs the results of all methods
             return {}
-        seeds = set.intersection(*(set(item.beyond) for item in series))
+        seeds = set.intersection(*(set(item.means(beyond=True)) for item in series))
         return {seed: [_beyond(item, seed) for item in series] for seed in seeds}
 
     return lookup
 
 
 def _beyond(series: Series, seed: int) -> Sample:
-    """Return the accuracies at lengths beyond the train length, or their mean if only the mean is known."""
-    if seed not in series.values:
-        return Sample.of_value(series.beyond[seed])
+    """Return the accuracies at lengths beyond the train length."""
     chosen = {at: value for at, value in series.values[seed].items() if at > series.train_length}
     return Sample(tuple(chosen), np.array(list(chosen.values()))[:, None])
 
 
 def paper_groups(name: str) -> list[Group]:
-    """Return the paper's numbers of an experiment as runs with one seed, one group per text."""
+    """Return the paper's numbers of an experiment as runs with one seed, one group per text.
+
+    It prints the mean accuracy on a task beyond the train length, which is the only value of the task's series.
+    """
     experiment, tables, batch = EXPERIMENTS[name], paper_tables(), PRESETS["paper"].batch
     if experiment.overrides or experiment.source == NOT_IN_PAPER:
         return []
@@ -293,7 +283,7 @@ def paper_groups(name: str) -> list[Group]:
         table = tables["table6"]
         printed = {row["task"]: dict(zip(table["methods"], row["accuracy"], strict=True)) for row in table["tasks"]}
         series = [
-            Series(*model, {}, beyond={0: printed[model.task][model.method]})
+            Series(*model, {0: {max(PRESETS["paper"].on_tasks.lengths): printed[model.task][model.method]}})
             for model in models_of(experiment)
             if model.task in printed
         ]
@@ -315,6 +305,6 @@ def paper_groups(name: str) -> list[Group]:
                 at: Sample.of_value(math.log(value) if is_log(experiment.metric) else value)
                 for at, value in of_text[model].items()
             }
-            series.append(_series(model, {0: of_text[model]}, {0: samples}))
+            series.append(Series(*model, {0: of_text[model]}, {0: samples}))
         groups += [Group(name, "paper", text, {}, series)] if series else []
     return groups

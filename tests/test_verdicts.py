@@ -205,8 +205,8 @@ def test_a_constant_and_a_factor_are_compared_by_ratio_or_by_difference():
 
 def test_the_best_of_some_methods_is_taken_in_each_draw_and_needs_all():
     series = [
-        runs.Series(method, "", "parity_check", 40, {}, beyond=beyond)
-        for method, beyond in (("rope", {0: 1.0, 1: 2.0}), ("kerple", {0: 3.0, 1: 1.0, 2: 9.0}))
+        runs.Series(method, "", "parity_check", 40, {seed: {40: 0.0, 41: value} for seed, value in enumerate(values)})
+        for method, values in (("rope", (1.0, 2.0)), ("kerple", (3.0, 1.0, 9.0)))
     ]
     lookup = runs.lookup_in(runs.Group("table6", "small", "", {}, series))
 
