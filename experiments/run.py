@@ -14,7 +14,6 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -260,17 +259,18 @@ def run_experiment(name: str, settings: Settings) -> list[PlannedRun]:
             logger.info("%s: stored already, by another experiment", item.run.name)
             add_run(results, name, item.group, item.run.name, finished[item.identity()])
         logger.info("%s: %d runs, %d of them finished", name, len(planned), len(planned) - len(unfinished))
-        if planned[0].metric == "step_ms":
-            for item, content in _timings(planned, {item.run.name for item in unfinished}):
-                add_run(results, name, item.group, item.run.name, content)
-            return planned
-        for number, item in enumerate(unfinished, 1):
-            logger.info("%s: run %d of %d: %s", name, number, len(unfinished), item.run.name)
+        # Step times are comparable if they are measured together: for the models of one size and seed.
+        is_timed, batches = planned[0].metric == "step_ms", [[item] for item in unfinished]
+        if is_timed:
+            by_size = itertools.groupby(planned, lambda item: (item.run.seed, item.run.size))
+            batches = [batch for batch in (list(items) for _, items in by_size) if any(x in unfinished for x in batch)]
+        for number, batch in enumerate(batches, 1):
+            logger.info("%s: run %d of %d: %s", name, number, len(batches), ", ".join(item.run.name for item in batch))
             started = time.monotonic()
-            workdir = workdirs / item.workdir_name
-            train(resolved(item.config), workdir)
-            content = item.content(evaluate_run(item, workdir), time.monotonic() - started)
-            add_run(results, name, item.group, item.run.name, content)
+            found = step_milliseconds(batch) if is_timed else [train_and_evaluate(item, workdirs) for item in batch]
+            seconds_each = (time.monotonic() - started) / len(batch)
+            for item, of_item in zip(batch, found, strict=True):
+                add_run(results, name, item.group, item.run.name, item.content(of_item, seconds_each))
     return planned
 
 
@@ -283,34 +283,23 @@ def _check_existing(planned: list[PlannedRun], own: dict[str, dict[str, Any]]) -
         require(same, name, found["key"], "is a stored run with another config or text; choose another --results")
 
 
-def _timings(planned: list[PlannedRun], unfinished: set[str]) -> Iterator[tuple[PlannedRun, dict[str, Any]]]:
-    """Yield runs with their step times: models of one size and seed together, unless all of them are finished."""
-    for _, group in itertools.groupby(planned, lambda item: (item.run.seed, item.run.size)):
-        together = list(group)
-        if unfinished.isdisjoint(item.run.name for item in together):
-            continue
-        started = time.monotonic()
-        times = step_milliseconds([item.config for item in together if isinstance(item.config, RunConfig)])
-        seconds_each = (time.monotonic() - started) / len(together)
-        for item, results in zip(together, times, strict=True):
-            yield item, item.content(results, seconds_each)
-
-
-def evaluate_run(item: PlannedRun, workdir: Path) -> dict[str, Any]:
-    """Return the results of a trained model at the run's lengths, its FLOPs, and its training curve.
+def train_and_evaluate(item: PlannedRun, workdirs: Path) -> dict[str, Any]:
+    """Return the results of a model at the run's lengths, its FLOPs, and its training curve.
 
     The curve is the validation loss by step, in nats, and the median time of a step. Their product is the loss by
     training time, without compilation, validation and checkpoints.
     """
     lengths, config, found = item.run.lengths, item.config, dict[str, Any]()
+    workdir = workdirs / item.workdir_name
+    train(resolved(config), workdir)
     if isinstance(config, TaskRunConfig):
         stem, options = "accuracy", Options(lengths=lengths, num_sequences=config.evaluation.num_sequences)
         evaluate_tasks([workdir], options, output=workdir)
     else:
-        stem, train = "delta" if item.metric == "delta" else "lengths", config.train
+        stem, sizes = "delta" if item.metric == "delta" else "lengths", config.train
         evaluate([workdir], Options(lengths=lengths, protocol=item.metric), output=workdir)
-        per_token = model_flops_per_token(config.model, train.train_length, train.batch_size)
-        found["train_flops"] = per_token * train.train_length * train.batch_size * train.num_steps
+        per_token = model_flops_per_token(config.model, sizes.train_length, sizes.batch_size)
+        found["train_flops"] = per_token * sizes.train_length * sizes.batch_size * sizes.num_steps
     (results,) = read_json(workdir / f"{stem}.json")["runs"]
     scalars = read_metrics(workdir)
     return {field: results[field] for field in ("documents", "lengths", "deltas") if field in results} | {
@@ -320,11 +309,11 @@ def evaluate_run(item: PlannedRun, workdir: Path) -> dict[str, Any]:
     }
 
 
-def step_milliseconds(configs: list[RunConfig]) -> list[dict[str, Any]]:
+def step_milliseconds(batch: list[PlannedRun]) -> list[dict[str, Any]]:
     """Return the median and quartiles of each model's step times on random tokens, measured in turns."""
     from benchmarks.step import Step  # imports settings of memory on a GPU, which are not those of training
 
-    steps = [Step(config) for config in configs]
+    steps = [Step(item.config) for item in batch if isinstance(item.config, RunConfig)]
     with tqdm(total=TIMED_STEPS * len(steps), desc="timing", unit="step") as bar:
         for _, step in itertools.product(range(TIMED_STEPS), steps):
             step.take_turn(1, bar)

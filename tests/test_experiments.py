@@ -261,18 +261,15 @@ def length_result(length: int, perplexity: float) -> dict:
 
 @pytest.fixture
 def trained(monkeypatch) -> list[tuple[str, int]]:
-    """Return the list of models that would be trained, by bias and seed; results are computed from the seed instead."""
+    """Return the list of models that would be trained, by method and seed; results are computed from the seed."""
     models = []
 
-    def train(config, workdir):
-        models.append((config["model"]["bias"]["name"], config["train"]["seed"]))
+    def train_and_evaluate(item, workdirs):
+        models.append((item.run.method, item.run.seed))
+        results = [length_result(length, length + item.run.seed / 8) for length in item.run.lengths]
+        return {"documents": [0], "lengths": results}
 
-    def evaluate_run(item, workdir):
-        seed, lengths = item.run.seed, item.run.lengths
-        return {"documents": [0], "lengths": [length_result(length, length + seed / 8) for length in lengths]}
-
-    monkeypatch.setattr(run, "train", train)
-    monkeypatch.setattr(run, "evaluate_run", evaluate_run)
+    monkeypatch.setattr(run, "train_and_evaluate", train_and_evaluate)
     return models
 
 
@@ -282,19 +279,18 @@ def test_finished_runs_are_reused_and_a_killed_experiment_resumes(small_world, t
 
     results = Path(small_world["results"])
     with monkeypatch.context() as patch:
-        patch.setattr(run, "evaluate_run", killed)
+        patch.setattr(run, "train_and_evaluate", killed)
         with pytest.raises(KeyboardInterrupt):
             run_tiny("one", small_world)
-    assert trained == [("kerple", 0)]
     assert not list(results.rglob(runs.FILE))
     first, _ = run_tiny("one", small_world, (0,))
-    assert trained[1:] == [("kerple", 0), ("alibi", 0)]
+    assert trained == [("kerple", 0), ("alibi", 0)]
     both = run_tiny("one", small_world)
-    assert trained[3:] == [("kerple", 1), ("alibi", 1)]
+    assert trained[2:] == [("kerple", 1), ("alibi", 1)]
     assert both[0] == first
     assert run_tiny("one", small_world) == both
     run_tiny("two", small_world)
-    assert trained[5:] == [("nope", 0), ("nope", 1)]  # alibi is taken from the other experiment
+    assert trained[4:] == [("nope", 0), ("nope", 1)]  # alibi is taken from the other experiment
     lines = read_lines(results / "two" / runs.FILE)
     assert [line.get("stored_in") for line in lines] == ["one", "one", None, None]
     content = both[1]
@@ -333,17 +329,17 @@ def test_finished_runs_are_reused_and_a_killed_experiment_resumes(small_world, t
     for seeds in ((), (2,)):
         with pytest.raises(InputError, match="another config or text"):
             run_tiny("one", small_world, seeds)
-    assert len(trained) == 7
+    assert len(trained) == 6
 
 
 def test_two_processes_cannot_use_one_directory(small_world, trained, monkeypatch):
-    def evaluate_run(item, workdir):
+    def train_and_evaluate(item, workdirs):
         for name, changes in (("--results", {"workdirs": small_world["workdirs"] + "/other"}), ("--workdirs", {})):
             with pytest.raises(InputError, match=f"^{name}.*in use by another process"):
                 run_tiny("one" if changes else "two", small_world | changes)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "evaluate_run", evaluate_run)
+    monkeypatch.setattr(run, "train_and_evaluate", train_and_evaluate)
     with pytest.raises(KeyboardInterrupt):
         run_tiny("one", small_world, (0,))
 
@@ -391,9 +387,9 @@ def test_perplexity_delta_and_time_are_measured(small_world, monkeypatch):
 
     # Times of another seed are measured together, and finished ones are kept.
     calls, result = [], {"step_ms": 1.0, "step_ms_each": [1.0]}
-    monkeypatch.setattr(run, "step_milliseconds", lambda configs: calls.append(configs) or [result] * 2)
+    monkeypatch.setattr(run, "step_milliseconds", lambda batch: calls.append(batch) or [result] * 2)
     again = run_tiny("time", small_world, (0, 1))
-    assert [[config.train.seed for config in configs] for configs in calls] == [[1, 1]]
+    assert [[item.run.seed for item in batch] for batch in calls] == [[1, 1]]
     assert again[:2] == times
     assert report.write(Path(small_world["results"])).exists()
 
