@@ -59,31 +59,24 @@ TIMED_STEPS = 20  # of each model
 class Run:
     """One model of an experiment with a preset, on a text or on an algorithmic task.
 
-    Sizes and lengths are the preset's; `paper_size` and `paper_train_length` are the corresponding ones of the paper.
-    For a task, lengths are the paper's, in symbols, and there are no sizes.
+    Sizes and lengths are the preset's, those of `model` the paper's. For a task, lengths are the paper's, in symbols,
+    and there are no sizes.
     """
 
-    method: str  # a key of METHODS
+    model: Model
+    size: str
     train_length: int
     lengths: tuple[int, ...]  # evaluation lengths
     seed: int
     recipe: str  # file under configs/
     argument: str  # argument of the recipe
     overrides: dict[str, Any]  # config fields to set, as with flags
-    paper_train_length: int
-    size: str = ""
-    paper_size: str = ""
-    task: str = ""  # a key of TASKS; "" for a text
-
-    @property
-    def model(self) -> str:
-        """Name of the model, the same for every seed."""
-        return f"{self.method}-{self.task}" if self.task else f"{self.method}-{self.size}-T{self.train_length}"
 
     @property
     def name(self) -> str:
         """Name of the run, unique in its group, as in "kerple-xs-T32-seed0" or "kerple-even_pairs-seed0"."""
-        return f"{self.model}-seed{self.seed}"
+        of_model = self.model.task or f"{self.size}-T{self.train_length}"
+        return f"{self.model.method}-{of_model}-seed{self.seed}"
 
 
 def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
@@ -123,17 +116,14 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
 
 def _run(experiment: Experiment, settings: Settings, seed: int, model: Model) -> Run:
     method, paper_size, task, paper_length = model
-    preset, divisor = PRESETS[settings.preset], length_divisor(experiment, settings.preset)
-    train_length = paper_length // divisor
-    common: dict[str, Any] = {"method": method, "train_length": train_length, "seed": seed}
-    common |= {"paper_train_length": paper_length, "paper_size": paper_size, "task": task}
+    preset, train_length = PRESETS[settings.preset], paper_length // length_divisor(experiment, settings.preset)
     fields: dict[str, Any] = {"train.seed": seed, "data.seed": seed}
     if task:
         tasks = preset.on_tasks
         fields |= {"train.num_steps": tasks.num_steps, "train.batch_size": tasks.batch} | experiment.overrides
         fields |= {"evaluation.num_sequences": tasks.num_sequences}
         argument = f"task={task},{METHODS[method]}"
-        return Run(**common, lengths=tasks.lengths, recipe=tasks.recipe, argument=argument, overrides=fields)
+        return Run(model, "", train_length, tasks.lengths, seed, tasks.recipe, argument, fields)
     if experiment.step_batch is not None:
         fields["train.batch_size"] = experiment.step_batch
     elif preset.batch is not None:
@@ -146,16 +136,12 @@ def _run(experiment: Experiment, settings: Settings, seed: int, model: Model) ->
         factor = RATES[method[method.index("-rate") :]]
         fields["optimizer.learning_rate"] = factor * read_module(RECIPES / preset.recipe).LEARNING_RATES[size]
     fields |= preset.overrides | experiment.overrides | OVERRIDES.get(method, {})
+    fields |= {"data.path": data} if data else {}
     # If train lengths are compared, every model is evaluated from the shortest of them.
     shortest = min(experiment.train_lengths) if experiment.step_tokens else paper_length
-    return Run(
-        **common,
-        size=size,
-        lengths=tuple(length // divisor for length in lengths_from(shortest, experiment.longest)),
-        recipe=preset.recipe,
-        argument=f"{size},{METHODS[method]},train_length={train_length}",
-        overrides=fields | ({"data.path": data} if data else {}),
-    )
+    lengths = tuple(length // preset.length_divisor for length in lengths_from(shortest, experiment.longest))
+    argument = f"{size},{METHODS[method]},train_length={train_length}"
+    return Run(model, size, train_length, lengths, seed, preset.recipe, argument, fields)
 
 
 def config_of(run: Run) -> dict[str, Any]:
@@ -203,11 +189,13 @@ class PlannedRun:
 
     def content(self, results: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Return the run's line: what was run, the results, and their provenance."""
-        fields = ("task",) if self.run.task else ("paper_size", "size", "paper_train_length")
-        about = {field: getattr(self.run, field) for field in ("method", *fields, "train_length", "seed")}
+        run, (method, paper_size, task, paper_length) = self.run, self.run.model
+        of_text = {"paper_size": paper_size, "size": run.size, "paper_train_length": paper_length}
         return {
-            **{"key": self.identity(), "data": self.data_digest, **about, "metric": self.metric},
-            **{"train_command": train_command(self.run), "wall_seconds": round(seconds, 1), **results},
+            **{"key": self.identity(), "data": self.data_digest, "method": method},
+            **({"task": task} if task else of_text),
+            **{"train_length": run.train_length, "seed": run.seed, "metric": self.metric},
+            **{"train_command": train_command(run), "wall_seconds": round(seconds, 1), **results},
             **provenance("flax", "optax"),
             "config": resolved(self.config),
         }
@@ -276,7 +264,7 @@ def run_experiment(name: str, settings: Settings) -> list[PlannedRun]:
 
 def _check_existing(planned: list[PlannedRun], own: dict[str, dict[str, Any]]) -> None:
     """Raise `InputError` if stored runs of a model, also with other seeds, are of another text or config."""
-    expected = {item.run.model: item.identity(seeds=False) for item in planned}
+    expected = {item.run.name.rpartition("-seed")[0]: item.identity(seeds=False) for item in planned}
     for name, found in own.items():
         model = name.rpartition("-seed")[0]
         same = model not in expected or identity_of_stored(found, seeds=False) == expected[model]

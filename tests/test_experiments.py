@@ -41,8 +41,9 @@ def runs_with_one_seed(name: str, preset: str) -> list[Run]:
 
 def test_methods_and_train_lengths_choose_among_the_runs():
     every = runs_of(EXPERIMENTS["fig2"], Settings())
-    chosen = runs_of(EXPERIMENTS["fig2"], Settings(methods=("rope", "dape1x3-kerple"), train_lengths=(128,)))
-    assert chosen == [item for item in every if item.method in ("rope", "dape1x3-kerple") and item.train_length == 128]
+    methods = ("rope", "dape1x3-kerple")
+    chosen = runs_of(EXPERIMENTS["fig2"], Settings(methods=methods, train_lengths=(128,)))
+    assert chosen == [item for item in every if item.model.method in methods and item.train_length == 128]
     assert 0 < len(chosen) < len(every)
 
 
@@ -57,9 +58,9 @@ def test_every_run_has_its_own_valid_config():
         for item, config in zip(planned, configs, strict=True):
             assert (config.train.train_length, config.train.seed, config.data.seed) == (item.train_length, 0, 0)
             assert item.lengths == tuple(sorted(set(item.lengths)))
-            if item.task:
+            if item.model.task:
                 assert isinstance(config, TaskRunConfig)
-                assert config.data.task == item.task
+                assert config.data.task == item.model.task
                 assert min(item.lengths) <= item.train_length < max(item.lengths)  # so that both means exist
             else:
                 assert isinstance(config, RunConfig)
@@ -72,7 +73,7 @@ def test_every_run_has_its_own_valid_config():
 
 
 def test_the_paper_preset_has_the_published_settings():
-    (item,) = [item for item in runs_with_one_seed("table5", "paper") if item.method == "dape1x3-kerple"]
+    (item,) = [item for item in runs_with_one_seed("table5", "paper") if item.model.method == "dape1x3-kerple"]
     config, table8 = RunConfig.from_dict(config_of(item)), methods.paper_tables()["table8"]["125m"]
     assert table8["batch"] == "32 x 8 GPUs"
     model, train, optimizer = config.model, config.train, config.optimizer
@@ -90,8 +91,9 @@ def test_the_paper_preset_has_the_published_settings():
 def test_the_paper_preset_has_the_published_settings_of_the_tasks():
     runs, printed = runs_with_one_seed("table6", "paper"), methods.paper_tables()["table6"]
     of_paper = {(method, row["task"]) for method in printed["methods"] for row in printed["tasks"]}
-    assert {(item.method, item.task) for item in runs if item.task != "binary_multiplication"} == of_paper
-    assert {item.task for item in runs} == set(TASKS)
+    ours = {(item.model.method, item.model.task) for item in runs}
+    assert {each for each in ours if each[1] != "binary_multiplication"} == of_paper
+    assert {task for _, task in ours} == set(TASKS)
     for row in printed["tasks"]:
         assert TASKS[row["task"]].permutation_invariant == row["permutation_invariant"]
         assert TASKS[row["task"]].random_accuracy == row["random_accuracy"]
@@ -107,12 +109,12 @@ def test_claims_compare_results_of_runs():
         planned = runs_with_one_seed(name, experiment.presets[-1])
         divisor = methods.length_divisor(experiment, experiment.presets[-1])
         measured = {
-            Cell(item.method, item.paper_train_length, length * divisor, item.paper_size)
+            Cell(item.model.method, item.model.train_length, length * divisor, item.model.size)
             for item in planned
             for length in item.lengths
             if not (experiment.metric == "delta" and length == item.train_length)
         }
-        scored = {(item.method, item.task) for item in planned}
+        scored = {(item.model.method, item.model.task) for item in planned}
         claims = experiment.claims.values()
         sides = {side for claim in claims for less in claim.comparisons for side in (less.low, less.high)}
         assert {side for side in sides if isinstance(side, Cell)} <= measured
@@ -265,7 +267,7 @@ def trained(monkeypatch) -> list[tuple[str, int]]:
     models = []
 
     def train_and_evaluate(item, workdirs):
-        models.append((item.run.method, item.run.seed))
+        models.append((item.run.model.method, item.run.seed))
         results = [length_result(length, length + item.run.seed / 8) for length in item.run.lengths]
         return {"documents": [0], "lengths": results}
 
@@ -409,10 +411,8 @@ def test_models_that_diverged_are_in_the_report(small_world, monkeypatch, metric
     for seeds in ((0,), (0, 1)):
         results = Path(f"{small_world['results']}-{len(seeds)}")
         for item in planned:
-            of_run = [
-                small,
-                diverged if item.run.method == "kerple" and item.run.seed in seeds else small | {"length": 32},
-            ]
+            is_diverged = item.run.model.method == "kerple" and item.run.seed in seeds
+            of_run = [small, diverged if is_diverged else small | {"length": 32}]
             content = item.content(json_values({"documents": [0], "lengths": of_run, "deltas": of_run[1:]}), 1.0)
             add_run(results, "one", item.group, item.run.name, content)
         page = report.write(results).read_text()
