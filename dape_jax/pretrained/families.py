@@ -61,15 +61,20 @@ NOT_EXPORTED = ("initializer", "attention", "remat", "dtype", "dropout", "num_ou
 
 
 class Fields:
-    """Fields of a `config.json`, each of which must be read or be `HARMLESS`."""
+    """Fields of a `config.json`, each of which must be read or be `HARMLESS`.
+
+    Fields are asked for by the names of Llama's config; `names` has the names of a family that has others.
+    """
 
     def __init__(self, config: dict[str, Any], where: str = CONFIG_FILE):
         self.config, self.where, self.read = config, where, set[str]()
+        self.names: dict[str, str] = {}
 
     def check(self, condition: bool, name: str, allowed: str) -> None:
         """Raise `InputError` for a field unless the condition holds. Long values are shortened in the message."""
         if not condition:
-            value = self.config[name] if name in self.config else None
+            name = self.names.get(name, name)
+            value = self.config.get(name)
             raise InputError(f"{self.where}: {short(name)} = {short(repr(value))}: {allowed}")
 
     def take(self, name: str, kind: type, default: Any = None) -> Any:
@@ -84,8 +89,9 @@ class Fields:
 
     def optional(self, name: str, kind: type, missing: Any = None) -> Any:
         """Return a field, None if it is null, or `missing` if the config does not have it."""
+        name = self.names.get(name, name)
         self.read.add(name)
-        value = self.config[name] if name in self.config else missing
+        value = self.config.get(name, missing)
         is_right = value is None or type(value) is kind or (kind is float and type(value) is int)
         self.check(is_right, name, f"must be of type {kind.__name__}")
         return float(value) if kind is float and value is not None else value
@@ -99,6 +105,7 @@ class Fields:
 
         An option at its default changes nothing: null, false or empty, if `DEFAULTS` has no other value for it.
         """
+        self.names = {}  # from here on, names are those of the config
         for name, value in self.config.items():
             is_default = value == DEFAULTS[name] if name in DEFAULTS else value is False or value in ("", [], {})
             is_harmless = value is None or is_default or name in self.read or HARMLESS.fullmatch(name) is not None
@@ -147,8 +154,8 @@ class Tensors(dict[str, Tensor]):
         *,
         bias: bool = False,
         inputs: int = 1,
-        part: tuple[int, int] = (0, 1),
-        rows: tuple[int, int] | None = None,
+        rows: slice | np.ndarray = slice(None),
+        total: int | None = None,
     ) -> None:
         """Add the weight [outputs, inputs] of a linear map, which we transpose and split into heads, and its bias.
 
@@ -157,24 +164,16 @@ class Tensors(dict[str, Tensor]):
             theirs: name in the checkpoint.
             bias: whether there is a bias.
             inputs: number of letters that are inputs, from the first.
-            part: index and number of parts, for a map that contains several of ours in each head.
-            rows: first row and number of rows, for a map that contains several of ours one after the other.
+            rows: rows of ours, in a map that contains several.
+            total: number of rows of such a map.
         """
         name, letters = ours.rsplit("_", 1)
-        outputs, (index, count) = self._dims(letters[inputs:]), part
-        num_rows, num_columns = math.prod(outputs), math.prod(self._dims(letters[:inputs]))
-
-        begin, total = (0, count * num_rows) if rows is None else rows
-
-        def of_part(x: np.ndarray) -> np.ndarray:
-            x = x[begin : begin + count * num_rows]
-            return x.reshape(outputs[0], count, -1, *x.shape[1:])[:, index].reshape(num_rows, *x.shape[1:])
-
-        shape = (total, num_columns)
-        self[ours] = Tensor(f"{theirs}.weight", shape, lambda x: of_part(x).T.reshape(self._dims(letters)))
+        outputs = self._dims(letters[inputs:])
+        shape = (total or math.prod(outputs), math.prod(self._dims(letters[:inputs])))
+        self[ours] = Tensor(f"{theirs}.weight", shape, lambda x: x[rows].T.reshape(self._dims(letters)))
         if bias:
             bias_name = f"{name}_bias_{letters[inputs:]}"
-            self[bias_name] = Tensor(f"{theirs}.bias", shape[:1], lambda x: of_part(x).reshape(outputs))
+            self[bias_name] = Tensor(f"{theirs}.bias", shape[:1], lambda x: x[rows].reshape(outputs))
 
     def norm(self, ours: str, theirs: str | None, *, bias: bool = False, size: str = "D", offset: float = 0.0) -> None:
         """Add the scale of a norm, to which `offset` is added, and its bias; constants if `theirs` is None."""
@@ -235,14 +234,6 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return left_out | text | {name: config[name] for name in shared if name in config}
 
 
-def _sizes(fields: Fields, is_tied: bool, names: dict[str, str]) -> dict[str, Any]:
-    sizes = {ours: fields.take(theirs, int) for ours, theirs in names.items()}
-    for ours, size in sizes.items():
-        fields.check(size > 0, names[ours], "must be positive")
-    is_tied = fields.take("tie_word_embeddings", bool, is_tied)
-    return sizes | {"num_outputs": sizes["vocab_size"], "tied_embeddings": is_tied}
-
-
 def _activation(fields: Fields, default: str, field: str = "hidden_act") -> str:
     name = fields.take(field, str, default)
     fields.check(name in ACTIVATIONS, field, f"must be one of {list(ACTIVATIONS)}")
@@ -301,54 +292,49 @@ def _rotary(fields: Fields, max_length: int, base: float = 10_000.0, fraction: f
 
 def _gpt_neox(fields: Fields) -> Family:
     """Map GPT-NeoX and Pythia: queries, keys and values of each head are one block of a fused projection."""
-    has_bias = fields.take("attention_bias", bool, True)
+    fields.names = {"rms_norm_eps": "layer_norm_eps"}
     # Old names of rope_theta and partial_rotary_factor.
     old_base, old_fraction = fields.take("rotary_emb_base", float, 10_000.0), fields.take("rotary_pct", float, 0.25)
     base = fields.take("rope_theta", float, old_base)
     fraction = fields.take("partial_rotary_factor", float, old_fraction)
     fields.same("rotary_emb_base", "rope_theta", base)
     fields.same("rotary_pct", "partial_rotary_factor", fraction)
-    max_length = fields.take("max_position_embeddings", int, 2048)
-    options = GPT_NEOX | {
-        "parallel_residual": fields.take("use_parallel_residual", bool, True),
-        "norm_epsilon": fields.take("layer_norm_eps", float, 1e-5),
-        "activation": _activation(fields, "gelu"),
-        "projection_bias": has_bias,
-        "attention_output_bias": has_bias,
-        "rotary": _rotary(fields, max_length, base, fraction),
-    }
+    defaults = {"rope_theta": base, "partial_rotary_factor": fraction, "hidden_act": "gelu", "rms_norm_eps": 1e-5}
+    defaults |= {"attention_bias": True, "use_parallel_residual": True, "max_position_embeddings": 2048}
     layer = "gpt_neox.layers.{layer}."
     names = {"layer": layer, "embedding": "gpt_neox.embed_in", "unembedding": "embed_out"}
     names |= {"output": "attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
     names |= {"norm": "gpt_neox.final_layer_norm"}
-    family = _decoder(fields, options, max_length=max_length, names=names)
-    for index, name in enumerate(QKV):
-        fused = f"{layer}attention.query_key_value"
-        family.tensors.linear(f"layers/attention/{name}", fused, bias=has_bias, part=(index, 3))
+    family = _decoder(fields, defaults, names=names, preset=GPT_NEOX)
+    H, K, has_bias = (family.model[name] for name in ("num_heads", "head_dim", "projection_bias"))
+    fields.same("num_key_value_heads", "num_attention_heads", H)
+    rows_3HK = np.arange(3 * H * K).reshape(H, 3, K).swapaxes(0, 1)
+    for name, rows_HK in zip(QKV, rows_3HK, strict=True):
+        ours, fused = f"layers/attention/{name}", f"{layer}attention.query_key_value"
+        family.tensors.linear(ours, fused, bias=has_bias, rows=rows_HK.flatten(), total=rows_3HK.size)
     return family
 
 
 def _gpt2(fields: Fields) -> Family:
     """Map GPT-2: learned positions, fused queries, keys and values, and weights [inputs, outputs]."""
-    max_length = fields.take("n_positions", int, 1024)
+    fields.names = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}
+    fields.names |= {"intermediate_size": "n_inner", "max_position_embeddings": "n_positions"}
+    fields.names |= {"hidden_act": "activation_function", "rms_norm_eps": "layer_norm_epsilon"}
+    max_length, D = fields.take("max_position_embeddings", int, 1024), fields.take("hidden_size", int)
     fields.same("n_ctx", "n_positions", max_length)
     fields.read.add("reorder_and_upcast_attn")  # only of computation in 16 bits
-    sizes = {"num_layers": "n_layer", "width": "n_embd", "num_heads": "n_head", "vocab_size": "vocab_size"}
-    D = fields.take("n_embd", int)
-    options = GPT_NEOX | {
-        "mlp_width": fields.optional("n_inner", int) or 4 * D,
-        "norm_epsilon": fields.take("layer_norm_epsilon", float, 1e-5),
-        "activation": _activation(fields, "gelu_new", "activation_function"),
-        "tied_embeddings": True,
-        "learned_positions": max_length,
-        "rotary": {"name": "none"},
-    }
+    defaults = {"intermediate_size": 4 * D, "max_position_embeddings": max_length, "hidden_act": "gelu_new"}
+    defaults |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+    options = {"learned_positions": max_length, "rotary": {"name": "none"}}
     layer = "transformer.h.{layer}."
     names = {"layer": layer, "embedding": "transformer.wte", "norm": "transformer.ln_f", "output": "attn.c_proj"}
     names |= {"up": "mlp.c_fc", "down": "mlp.c_proj", "attention_norm": "ln_1", "mlp_norm": "ln_2"}
-    family = _decoder(fields, options, max_length=max_length, names=names, sizes=sizes)
+    family = _decoder(fields, defaults, options, names, preset=GPT_NEOX)
+    H, K = (family.model[name] for name in ("num_heads", "head_dim"))
+    fields.same("num_key_value_heads", "num_attention_heads", H)
     for index, name in enumerate(QKV):
-        family.tensors.linear(f"layers/attention/{name}", f"{layer}attn.c_attn", bias=True, rows=(index * D, 3 * D))
+        ours, rows = f"layers/attention/{name}", slice(index * H * K, (index + 1) * H * K)
+        family.tensors.linear(ours, f"{layer}attn.c_attn", bias=True, rows=rows, total=3 * H * K)
     for path, tensor in family.tensors.items():
         if path.startswith("layers/") and len(tensor.shape) == 2:
             convert = functools.partial(lambda convert, x: convert(x.T), tensor.convert)
@@ -359,7 +345,7 @@ def _gpt2(fields: Fields) -> Family:
 
 def _llama(fields: Fields) -> Family:
     """Map Llama 1 to 3."""
-    return _decoder(fields, _biases(fields) | {"mlp_bias": fields.take("mlp_bias", bool, False)}, max_length=2048)
+    return _decoder(fields, {"attention_bias": False, "mlp_bias": False, "max_position_embeddings": 2048})
 
 
 def _mistral(fields: Fields) -> Family:
@@ -367,19 +353,30 @@ def _mistral(fields: Fields) -> Family:
     options = {"window": fields.optional("sliding_window", int, missing=4096)}
     if fields.take("model_type", str) == "ministral":
         options = _windows(fields, options["window"], lambda _: options["window"] is not None)
-    return _decoder(fields, options, num_kv_heads=8, max_length=131_072)
+    return _decoder(fields, {"num_key_value_heads": 8, "max_position_embeddings": 131_072}, options)
 
 
 def _qwen2(fields: Fields) -> Family:
     """Map Qwen2 and Qwen2.5: biases of queries, keys and values."""
     options = {"projection_bias": True, **_qwen_windows(fields)}
-    return _decoder(fields, options, num_kv_heads=32, max_length=32_768)
+    return _decoder(fields, {"num_key_value_heads": 32, "max_position_embeddings": 32_768}, options)
 
 
 def _qwen3(fields: Fields) -> Family:
     """Map Qwen3: norms of each head's queries and keys."""
-    options = {"qk_norm": "head", **_qwen_windows(fields), **_biases(fields)}
-    return _decoder(fields, options, num_kv_heads=32, head_dim=128, max_length=32_768)
+    defaults = {"attention_bias": False, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32_768}
+    return _decoder(fields, defaults, {"qk_norm": "head", **_qwen_windows(fields)})
+
+
+def _qwen_windows(fields: Fields) -> dict[str, Any]:
+    """Return the options for the windows of Qwen's models."""
+    window = fields.optional("sliding_window", int, missing=4096)
+    window = window if fields.take("use_sliding_window", bool, False) else None
+    first = fields.take("max_window_layers", int, 28)  # layers before this one have no window
+    return _windows(fields, window, lambda layer: window is not None and layer >= first)
+
+
+GEMMA = {"head_dim": 256, "attention_bias": False, "tie_word_embeddings": True}
 
 
 def _gemma(fields: Fields) -> Family:
@@ -388,8 +385,8 @@ def _gemma(fields: Fields) -> Family:
     for name in ("hidden_act", "hidden_activation"):
         kind = fields.take(name, str, "gelu_pytorch_tanh")
         fields.check(kind in ("gelu", "gelu_pytorch_tanh"), name, allowed)
-    options = {"scale_embedding": True, "activation": "gelu_tanh", "tied_embeddings": True, **_biases(fields)}
-    return _decoder(fields, options, num_kv_heads=16, head_dim=256, max_length=8192, norm_offset=1.0)
+    defaults = GEMMA | {"num_key_value_heads": 16, "max_position_embeddings": 8192}
+    return _decoder(fields, defaults, {"scale_embedding": True, "activation": "gelu_tanh"}, norm_offset=1.0)
 
 
 def _gemma2(fields: Fields) -> Family:
@@ -399,33 +396,28 @@ def _gemma2(fields: Fields) -> Family:
     options = _windows(fields, window, lambda layer: layer % 2 == 0)
     options |= {"score_cap": fields.optional("attn_logit_softcapping", float, 50.0)}
     options |= {"logit_cap": fields.optional("final_logit_softcapping", float, 30.0)}
-    return _gemma_2_or_3(fields, options, 8192, "query_DHK", "query_bias_HK")
+    return _gemma_2_or_3(fields, {"max_position_embeddings": 8192}, options, "query_DHK", "query_bias_HK")
 
 
 def _gemma3(fields: Fields) -> Family:
     """Map the text model of Gemma 3: two rotary embeddings, norms of each head's queries and keys."""
-    fields.config = {"vocab_size": 262_208, "num_attention_heads": 8} | fields.config  # published configs lack these
     fields.read.add("_sliding_window_pattern")
-    pattern, max_length = fields.take("sliding_window_pattern", int, 6), 131_072
-    window = fields.optional("sliding_window", int, 4096)
+    pattern, window = fields.take("sliding_window_pattern", int, 6), fields.optional("sliding_window", int, 4096)
+    defaults = {"vocab_size": 262_208, "num_attention_heads": 8, "max_position_embeddings": 131_072}
     options = _windows(fields, window, lambda layer: (layer + 1) % pattern != 0)
-    length = fields.take("max_position_embeddings", int, max_length)
     local_base = fields.take("rope_local_base_freq", float, 10_000.0)
-    options |= _rotary_of_types(fields, options, length, 1_000_000.0, local_base)
+    options |= _rotary_of_types(fields, options, 131_072, 1_000_000.0, local_base)
     options |= {"qk_norm": "head", "logit_cap": fields.optional("final_logit_softcapping", float)}
-    return _gemma_2_or_3(fields, options, max_length, "query_norm/scale")
+    return _gemma_2_or_3(fields, defaults, options, "query_norm/scale")
 
 
-def _gemma_2_or_3(fields: Fields, options: dict[str, Any], max_length: int, *queries: str) -> Family:
+def _gemma_2_or_3(fields: Fields, defaults: dict[str, Any], options: dict[str, Any], *queries: str) -> Family:
     """Map what Gemma 2 and 3 share. `queries` are the parameters that are multiplied by the factor of the scores."""
     activation = _activation(fields, "gelu_pytorch_tanh", "hidden_activation")
-    options |= {"activation": activation, "scale_embedding": True, "tied_embeddings": True}
-    options |= {"branch_norm": True, **_biases(fields)}
+    options |= {"activation": activation, "scale_embedding": True, "branch_norm": True}
     names = {"attention_branch_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
     names |= {"mlp_branch_norm": "post_feedforward_layernorm"}
-    family = _decoder(
-        fields, options, num_kv_heads=4, head_dim=256, max_length=max_length, norm_offset=1.0, names=names
-    )
+    family = _decoder(fields, GEMMA | {"num_key_value_heads": 4} | defaults, options, names, norm_offset=1.0)
     scalar = fields.take("query_pre_attn_scalar", float, 256.0)
     fields.check(scalar > 0, "query_pre_attn_scalar", "must be positive")
     factor = math.sqrt(family.model["head_dim"] / scalar)
@@ -434,22 +426,20 @@ def _gemma_2_or_3(fields: Fields, options: dict[str, Any], max_length: int, *que
 
 def _multiplied(family: Family, factors: dict[str, float]) -> Family:
     """Multiply parameters by constants by which the source multiplies their results."""
+
+    def multiplied(convert: Callable[[np.ndarray], np.ndarray], factor: float, x: np.ndarray) -> np.ndarray:
+        return np.float32(factor) * np.asarray(convert(x), np.float32)
+
     for path in factors.keys() & family.tensors.keys():
         tensor = family.tensors[path]
-
-        def convert(
-            x: np.ndarray, convert: Callable[..., np.ndarray] = tensor.convert, factor: float = factors[path]
-        ) -> np.ndarray:
-            return convert(x) if factor == 1 else np.float32(factor) * np.asarray(convert(x), np.float32)
-
+        convert = functools.partial(multiplied, tensor.convert, factors[path])
         family.tensors[path] = dataclasses.replace(tensor, convert=convert)
     return family
 
 
 def _granite(fields: Fields) -> Family:
     """Map Granite: constants that multiply embeddings, scores and branches, and one that divides logits."""
-    options = _biases(fields) | {"mlp_bias": fields.take("mlp_bias", bool, False)}
-    family = _decoder(fields, options, max_length=2048)
+    family = _llama(fields)
     names = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
     embedding, attention, residual, logits = (fields.take(name, float, 1.0) for name in names)
     for name, value in zip(names, (embedding, attention, residual, logits), strict=True):
@@ -466,67 +456,60 @@ def _granite(fields: Fields) -> Family:
 
 def _phi(fields: Fields) -> Family:
     """Map Phi-1 and Phi-2: attention and MLP have the same input, for which we have two norms with the same values."""
-    options = LAYER_NORM | {"parallel_residual": True, "output_bias": True, "gated_mlp": False}
-    options |= dict.fromkeys(("projection_bias", "attention_output_bias", "mlp_bias"), True)
+    fields.names = {"rms_norm_eps": "layer_norm_eps"}
+    defaults = {"hidden_act": "gelu_new", "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}
     names = {"output": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2", "mlp_norm": "input_layernorm"}
     names |= {"norm": "model.final_layernorm"}
-    return _decoder(fields, options, activation="gelu_new", fraction=0.5, max_length=2048, names=names)
+    options = {"parallel_residual": True, "output_bias": True}
+    return _decoder(fields, defaults | {"max_position_embeddings": 2048}, options, names, preset=GPT_NEOX)
 
 
 def _phi3(fields: Fields) -> Family:
     """Map Phi-3 and Phi-4: fused projections."""
     fields.read.add("original_max_position_embeddings")  # of longrope
-    options = {
-        "window": fields.optional("sliding_window", int),
-        "norm_epsilon": fields.take("rms_norm_eps", float, 1e-5),
-    }
-    family = _decoder(fields, options, fraction=1.0, max_length=4096)
+    defaults = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "max_position_embeddings": 4096}
+    family = _decoder(fields, defaults, {"window": fields.optional("sliding_window", int)})
     H, G, K, F = (family.model[name] for name in ("num_heads", "num_kv_heads", "head_dim", "mlp_width"))
-    tensors, rows, begin = family.tensors, (H + 2 * G) * K, 0
-    layer = NAMES["layer"]
-    for name, heads in zip(QKV, (H, G, G), strict=True):
-        tensors.linear(f"layers/attention/{name}", f"{layer}self_attn.qkv_proj", rows=(begin, rows))
-        begin += heads * K
-    for name, first in (("gate_DF", 0), ("up_DF", F)):
-        tensors.linear(f"layers/mlp/{name}", f"{layer}mlp.gate_up_proj", rows=(first, 2 * F))
+    tensors, layer, first = family.tensors, NAMES["layer"], [0, H * K, (H + G) * K, (H + 2 * G) * K]
+    for index, name in enumerate(QKV):
+        rows, fused = slice(first[index], first[index + 1]), f"{layer}self_attn.qkv_proj"
+        tensors.linear(f"layers/attention/{name}", fused, rows=rows, total=first[-1])
+    for index, name in enumerate(("gate_DF", "up_DF")):
+        rows = slice(index * F, (index + 1) * F)
+        tensors.linear(f"layers/mlp/{name}", f"{layer}mlp.gate_up_proj", rows=rows, total=2 * F)
     return family
 
 
 def _stablelm(fields: Fields) -> Family:
     """Map StableLM: LayerNorm, a part of the dims rotated."""
-    is_parallel = fields.take("use_parallel_residual", bool, False)
+    fields.names = {"rms_norm_eps": "layer_norm_eps"}
     fields.same("rope_pct", "partial_rotary_factor", fields.take("partial_rotary_factor", float, 0.25))
     fields.same("norm_eps", "layer_norm_eps", fields.take("layer_norm_eps", float, 1e-5))
     fields.same("num_heads", "num_attention_heads", fields.take("num_attention_heads", int))
-    options = LAYER_NORM | {
-        "projection_bias": fields.take("use_qkv_bias", bool, False),
-        "parallel_residual": is_parallel,
-    }
+    defaults = {"use_qkv_bias": False, "use_parallel_residual": False, "rms_norm_eps": 1e-5}
+    defaults |= {"num_key_value_heads": 32, "partial_rotary_factor": 0.25, "max_position_embeddings": 4096}
+    is_parallel = fields.take("use_parallel_residual", bool, False)
     names = {"mlp_norm": "input_layernorm"} if is_parallel else {}
-    return _decoder(fields, options, num_kv_heads=32, fraction=0.25, max_length=4096, names=names)
+    return _decoder(fields, defaults, {"norm": "layer_norm"}, names)
 
 
 def _starcoder2(fields: Fields) -> Family:
     """Map StarCoder2: LayerNorm, an MLP without a gate, biases."""
+    fields.names = {"rms_norm_eps": "norm_epsilon"}
     for name, value in (("mlp_type", "default"), ("norm_type", "layer_norm")):
         fields.check(fields.take(name, str, value) == value, name, f"must be {value}")
     fields.read |= {"activation_function", "layer_norm_epsilon"}  # of StarCoder 1; published configs still have them
-    has_bias = fields.take("use_bias", bool, True)
-    options = LAYER_NORM | {
-        "gated_mlp": False,
-        "window": fields.optional("sliding_window", int),
-        "tied_embeddings": True,
-    }
-    options |= dict.fromkeys(("projection_bias", "attention_output_bias", "mlp_bias"), has_bias)
-    options |= {"norm_epsilon": fields.take("norm_epsilon", float, 1e-5)}
+    defaults = {"use_bias": True, "hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+    defaults |= {"num_key_value_heads": 2, "max_position_embeddings": 4096}
     names = {"up": "mlp.c_fc", "down": "mlp.c_proj"}
-    return _decoder(fields, options, activation="gelu_pytorch_tanh", num_kv_heads=2, max_length=4096, names=names)
+    return _decoder(fields, defaults, {"window": fields.optional("sliding_window", int)}, names, preset=GPT_NEOX)
 
 
 def _olmo(fields: Fields) -> Family:
     """Map OLMo 1: LayerNorms without parameters, for which we have ones and zeros."""
-    options = LAYER_NORM | _biases(fields) | {"norm_epsilon": 1e-5}
-    family = _decoder(fields, options, max_length=2048)
+    options = {"norm": "layer_norm", "norm_epsilon": 1e-5}
+    defaults = {"attention_bias": False, "rms_norm_eps": None, "max_position_embeddings": 2048}
+    family = _decoder(fields, defaults, options)
     for name in ("layers/attention_norm", "layers/mlp_norm", "norm"):
         family.tensors.norm(name, None, bias=True, offset=1.0)
     return family
@@ -549,35 +532,20 @@ def _smollm3(fields: Fields) -> Family:
     are_same = window is None or found == layers
     fields.check(are_same, "layer_types", f"must be {SLIDING} in the layers without rotary embedding")
     options = {"alternate_layers": layers, "alternate_window": window, "alternate_rotary": {"name": "none"}}
-    options = (options if layers else {}) | _biases(fields) | {"mlp_bias": fields.take("mlp_bias", bool, False)}
-    options |= {"tied_embeddings": True}
-    return _decoder(fields, options, num_kv_heads=4, max_length=32_768, base=2e6)
+    defaults = {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "rope_theta": 2e6}
+    defaults |= {"num_key_value_heads": 4, "max_position_embeddings": 32_768}
+    return _decoder(fields, defaults, options if layers else {})
 
 
 def _olmo2(fields: Fields) -> Family:
     """Map OLMo 2: norms of the outputs of attention and MLP, and of all queries and keys of a token."""
-    options = {"norm_first": False, "branch_norm": True, "qk_norm": "projection", **_biases(fields)}
-    options |= {"norm_epsilon": fields.take("rms_norm_eps", float, 1e-5)}
+    options = {"norm_first": False, "branch_norm": True, "qk_norm": "projection"}
     names = {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
     if fields.take("model_type", str) == "olmo3":
         options |= _windows(fields, fields.optional("sliding_window", int, 4096), lambda layer: (layer + 1) % 4 != 0)
-        max_length = fields.take("max_position_embeddings", int, 2048)
-        options |= _rotary_of_types(fields, options, max_length, 500_000.0, 500_000.0)
-    return _decoder(fields, options, max_length=2048, names=names)
-
-
-def _biases(fields: Fields) -> dict[str, bool]:
-    """Return the options for `attention_bias`."""
-    has_bias = fields.take("attention_bias", bool, False)
-    return {"projection_bias": has_bias, "attention_output_bias": has_bias}
-
-
-def _qwen_windows(fields: Fields) -> dict[str, Any]:
-    """Return the options for the windows of Qwen's models."""
-    window = fields.optional("sliding_window", int, missing=4096)
-    window = window if fields.take("use_sliding_window", bool, False) else None
-    first = fields.take("max_window_layers", int, 28)  # layers before this one have no window
-    return _windows(fields, window, lambda layer: window is not None and layer >= first)
+        options |= _rotary_of_types(fields, options, 2048, 500_000.0, 500_000.0)
+    defaults = {"attention_bias": False, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
+    return _decoder(fields, defaults, options, names)
 
 
 def _num_layers(fields: Fields) -> int:
@@ -610,8 +578,9 @@ def _rotary_of_types(
 ) -> dict[str, Any]:
     """Return the options for the rotary embeddings of layers without and with a window, for `_windows`' options.
 
-    In the fields of transformers 4, `rope_scaling` is only of layers without a window.
+    In the fields of transformers 4, `rope_scaling` is only of layers without a window. `max_length` is a default.
     """
+    max_length = fields.take("max_position_embeddings", int, max_length)
     new = fields.optional("rope_parameters", dict)
     others = [] if new is None else [value for name, value in new.items() if name not in (FULL, SLIDING)]
     are_types = all(value in (None, "default") for value in others)  # transformers 5.4 adds rope_type and rope_theta
@@ -629,9 +598,14 @@ def _rotary_of_types(
     return {"rotary": rotary[FULL if options["window"] is None else SLIDING]}
 
 
-LAYER_NORM = {"norm": "layer_norm"}
 SIZES = {"num_layers": "num_hidden_layers", "width": "hidden_size", "num_heads": "num_attention_heads"}
 SIZES |= {"mlp_width": "intermediate_size", "vocab_size": "vocab_size"}
+# Fields of the `model` section that a field gives; a family reads those of which it has a default.
+OPTIONS = {"attention_bias": ("projection_bias", "attention_output_bias"), "mlp_bias": ("mlp_bias",)}
+OPTIONS |= {"use_bias": ("projection_bias", "attention_output_bias", "mlp_bias"), "use_qkv_bias": ("projection_bias",)}
+OPTIONS |= {"use_parallel_residual": ("parallel_residual",), "tie_word_embeddings": ("tied_embeddings",)}
+OPTIONS |= {"rms_norm_eps": ("norm_epsilon",)}
+DEFAULTS_OF_LLAMA = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
 QKV = ("query_DHK", "key_DGK", "value_DGK")
 NAMES = {"layer": "model.layers.{layer}.", "embedding": "model.embed_tokens", "unembedding": "lm_head"}
 NAMES |= {"output": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
@@ -640,59 +614,48 @@ NAMES |= {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layer
 
 def _decoder(
     fields: Fields,
-    options: dict[str, Any],
-    *,
-    max_length: int,
-    num_kv_heads: int | None = None,
-    head_dim: int | None = None,
-    activation: str = "silu",
-    base: float = 10_000.0,
-    fraction: float | None = None,
-    norm_offset: float = 0.0,
+    defaults: dict[str, Any],
+    options: dict[str, Any] | None = None,
     names: dict[str, str] | None = None,
-    sizes: dict[str, str] = SIZES,
+    *,
+    preset: dict[str, Any] = LLAMA,
+    norm_offset: float = 0.0,
 ) -> Family:
     """Map a decoder whose tensors are named like Llama's, or by `names`.
 
     Args:
         fields: the config.
-        options: fields of our `model` section that differ from `LLAMA`. `tied_embeddings` is only a default.
-        max_length: default of the config.
-        num_kv_heads: default of the config.
-        head_dim: default of the config.
-        activation: default of the config, in transformers' names.
-        base: default of the config, of the rotary embedding.
-        fraction: default share of a head's dims that are rotated; None: all dims, in all models of the family.
-        norm_offset: number that is added to the scale of norms.
+        defaults: values of fields that a config may lack, in transformers' names, where they differ from Llama's; of a
+            family that rotates a part of the dims, also `partial_rotary_factor`. None: the family has no such field.
+        options: fields of our `model` section that the family determines, whatever the config has.
         names: names of tensors that differ from `NAMES`.
-        sizes: names of the fields with the sizes.
+        preset: other fields of our `model` section.
+        norm_offset: number that is added to the scale of norms.
     """
-    names = NAMES | (names or {})
-    found = options | _sizes(fields, bool((LLAMA | options)["tied_embeddings"]), sizes)
-    D, H, F, V = (found[name] for name in ("width", "num_heads", "mlp_width", "vocab_size"))
-    G = fields.optional("num_key_value_heads", int, missing=num_kv_heads)
-    K = fields.optional("head_dim", int, missing=head_dim)
+    defaults, names = DEFAULTS_OF_LLAMA | defaults, NAMES | (names or {})
+    sizes = {ours: fields.take(theirs, int, defaults.get(theirs)) for ours, theirs in SIZES.items()}
+    for ours, size in sizes.items():
+        fields.check(size > 0, SIZES[ours], "must be positive")
+    D, H, F, V = (sizes[name] for name in ("width", "num_heads", "mlp_width", "vocab_size"))
+    G = fields.optional("num_key_value_heads", int, defaults.get("num_key_value_heads"))
+    K = fields.optional("head_dim", int, defaults.get("head_dim"))
     G = H if G is None else G
     if K is None:
-        fields.check(D % H == 0, sizes["num_heads"], f"must divide {sizes['width']} = {D}")
+        fields.check(D % H == 0, "num_attention_heads", f"must divide the width {D}")
         K = D // H
     fields.check(G > 0 and H % G == 0, "num_key_value_heads", f"must divide num_attention_heads = {H}")
-    max_length = fields.take("max_position_embeddings", int, max_length)
-    is_centered = "norm" in options
-    share = fraction if fraction is None else fields.take("partial_rotary_factor", float, fraction)
-    model = {
-        **LLAMA,
-        "window": None,
-        "activation": _activation(fields, activation),
-        "norm_epsilon": fields.take(
-            "layer_norm_eps" if is_centered else "rms_norm_eps", float, 1e-5 if is_centered else 1e-6
-        ),
-        **found,
-        "num_kv_heads": G,
-        "head_dim": K,
-    }
-    if "rotary" not in options:
-        model["rotary"] = _rotary(fields, max_length, base, share)
+    max_length = fields.take("max_position_embeddings", int, defaults["max_position_embeddings"])
+    model = preset | sizes | {"num_outputs": V, "num_kv_heads": G, "head_dim": K, "window": None}
+    model["activation"] = _activation(fields, defaults["hidden_act"])
+    for theirs in OPTIONS.keys() & defaults.keys():
+        if (default := defaults[theirs]) is not None:
+            model |= dict.fromkeys(OPTIONS[theirs], fields.take(theirs, type(default), default))
+    model |= options or {}
+    if "rotary" not in model:
+        fraction = defaults.get("partial_rotary_factor")
+        share = fraction if fraction is None else fields.take("partial_rotary_factor", float, fraction)
+        model["rotary"] = _rotary(fields, max_length, defaults["rope_theta"], share)
+    is_centered = model["norm"] == "layer_norm"
     tensors, layer = Tensors(D=D, H=H, G=G, K=K, F=F, V=V), names["layer"]
     tensors["embedding_VD"] = Tensor(f"{names['embedding']}.weight", (V, D))
     for ours, theirs in zip(QKV, ("q_proj", "k_proj", "v_proj"), strict=True):
