@@ -122,7 +122,7 @@ def test_calls_that_pytorch_computes(emulated, monkeypatch, caplog):
     arrays, options = make_layer("kerple", 4, 2, 20, 30, 8, **small)
     why_not = modeling_dape.why_not_cuda
     assert why_not(*arrays, **options) is None
-    assert why_not(*arrays, torch.arange(30)[None] - 3, **options) == "k_pos_BS is given"
+    assert why_not(*arrays, torch.arange(20)[None], **options) == "pos_BT is given"
     assert why_not(*arrays, **options, cap=3.0) == "cap is given"
     assert why_not(*arrays, **options, block_size=4) == "block_size is given"
     assert why_not(arrays[0][:, -1:], *arrays[1:], **options) == "fewer than 16 rows"

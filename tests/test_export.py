@@ -284,6 +284,8 @@ def test_arguments_that_would_be_ignored_are_refused(exported):
     for wrong in (x[0], x[:, :0]):
         with pytest.raises(ValueError, match=r"shape of input_ids = .*: must be \[B, T\], with a token or more"):
             model(wrong)
+    with pytest.raises(ValueError, match="length: must be at most learned_positions = 64"):
+        load_model(exported("mixed")[1])(torch.zeros(1, 65, dtype=torch.long))
     with pytest.raises(NotImplementedError, match=r"new_num_tokens = 258: must be vocab_size = 257"):
         model.resize_token_embeddings(258)
 
@@ -304,6 +306,30 @@ def test_padding(exported, monkeypatch):
         more = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
         with pytest.raises(ValueError, match="attention_mask: must have no zeros between ones; pad to the left"):
             model(x[:, :1], attention_mask=more, **{CACHE: found[CACHE]})
+
+
+def test_a_compiled_model_is_one_graph(exported):
+    """Nothing branches on values: a graph takes any mask and any positions, and asserts what a model refuses."""
+    model, x = load_model(exported("fire")[1]), torch.tensor(tokens())
+    ones, hole = torch.ones_like(x), torch.ones_like(x)
+    left, right = ones.clone(), ones.clone()
+    left[0, :4], right[1, 15:], hole[0, 3] = 0, 0, 0
+    pos = torch.arange(20)[None] % 13
+    compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=False)
+    options = {"attention_mask": left, "use_cache": False}
+    program = torch.export.export(model, (x,), options).module()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x).logits, model(x).logits)
+        for mask in (ones, left, right):
+            expected = model(x, attention_mask=mask).logits[mask > 0]
+            for run in (compiled, program):
+                found = run(x, **options | {"attention_mask": mask}).logits[mask > 0]
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        packed = {"position_ids": pos, "use_cache": False}
+        torch.testing.assert_close(compiled(x, **packed).logits, model(x, **packed).logits)
+        for wrong in ({"attention_mask": hole}, {"position_ids": pos + 1}):
+            with pytest.raises(RuntimeError, match=r"must have no zeros between ones|must count the tokens"):
+                compiled(x, **wrong, use_cache=False)
 
 
 @pytest.mark.parametrize("name", ["pythia", "t5", "fire", "alibi", "causal"])

@@ -130,7 +130,7 @@ def make_operator(bias: Any, processor: Any, q_BTHK: Tensor, num_keys: int, wind
     def of_distance(distance_N: Tensor) -> Tensor:
         if bias is None:
             return zeros(len(distance_N), heads)
-        return bias(distance_N.new_zeros(1, 1), -distance_N[None], torch.float32)[0, :, 0].T
+        return bias(distance_N[None].clamp(min=0).float(), zeros(1, 1))[0, :, 0].T
 
     if processor is None:
         tables = zeros(num_keys, 0), of_distance(arange(num_keys)), zeros(0, num_rows, 0), zeros(0, num_rows, heads)

@@ -12,7 +12,8 @@ The operator is `attend`; a bias is a module of `BIASES`, a processor a module o
 Letters in names are dims: B batch, T query rows, S keys, H heads, G heads of keys and values (grouped queries), K head
 dim, D width, F feed-forward width, V vocabulary, C channels of DAPE, W width of its kernels, M hidden width of FIRE, N
 buckets of T5. Parameters have the names and shapes of the package `dape_jax`, which has the same functions in JAX, and
-more methods. Positions have a batch dim here, of size 1 if they are the same for all sequences.
+more methods. Positions have a batch dim here, of size 1 if they are the same for all sequences. `torch.compile` and
+`torch.export` give one graph: nothing branches on the values of a tensor while `torch.compiler.is_compiling()`.
 
 Source: Zheng et al., "DAPE V2: Process Attention Score as Feature Map for Length Extrapolation", ACL 2025; for the
 biases and rotary embeddings see each class.
@@ -42,6 +43,7 @@ except ImportError:  # this file alone, or not in a package
     attend_in_cuda = why_not_in_cuda = None
 SLOPE = 0.01  # negative slope of the LeakyReLU
 BLOCK_BYTES = 2**27  # maximum size of the scores of one block of rows
+PACKED_ROWS = 128  # least number of rows of a block of packed sequences
 ACTIVATIONS = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
@@ -98,6 +100,14 @@ DEFAULTS: dict[str, Any] = {
 def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
     if not condition:
         raise ValueError(f"{name} = {value!r}: {allowed}")
+
+
+def _require_all(is_right: Tensor, name: str, allowed: str) -> None:
+    """Raise `ValueError` unless all values are True; a compiled model asserts it."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(is_right.all(), f"{name}: {allowed}")  # pyright: ignore[reportPrivateImportUsage]
+    elif not is_right.all():
+        raise ValueError(f"{name}: {allowed}")
 
 
 def _one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
@@ -209,13 +219,13 @@ class Bias(nn.Module):
 
     is_of_distance = False  # and of nothing else: the CUDA kernels tabulate it
 
-    def forward(self, q_pos_BT: Tensor, k_pos_BS: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the bias [B, H, T, S]; B is 1 if it is the same for all sequences."""
-        distance_BTS = (q_pos_BT[:, :, None] - k_pos_BS[:, None, :]).clamp(min=0)
-        return self._of_distance(distance_BTS.to(dtype), q_pos_BT.to(dtype))
+    def forward(self, distance_TS: Tensor, q_pos_BT: Tensor) -> Tensor:
+        """Return the bias [B, H, T, S]; B is 1 if it is the same for all sequences.
 
-    def _of_distance(self, distance_BTS: Tensor, q_pos_BT: Tensor) -> Tensor:
-        """Return the bias at these distances, max(query position - key position, 0)."""
+        Args:
+            distance_TS: query's column - key's column, 0 for later keys, in the dtype of the bias.
+            q_pos_BT: position of each query in its sequence, in the same dtype.
+        """
         raise NotImplementedError
 
 
@@ -242,8 +252,9 @@ class Alibi(Bias):
         between = [2.0 ** (-8 * (n + 1) / (2 * power)) for n in range(0, 2 * power, 2)]
         self.slopes = (slopes + between)[:num_heads]
 
-    def _of_distance(self, distance_BTS: Tensor, q_pos_BT: Tensor) -> Tensor:
-        return -_per_head(distance_BTS.new_tensor(self.slopes)) * distance_BTS[:, None]
+    def forward(self, distance_TS: Tensor, q_pos_BT: Tensor) -> Tensor:
+        """See `Bias`."""
+        return -_per_head(distance_TS.new_tensor(self.slopes)) * distance_TS
 
 
 class Kerple(Bias):
@@ -259,10 +270,11 @@ class Kerple(Bias):
         self.p_H = nn.Parameter(2 * torch.rand(num_heads))
         self.a_H = nn.Parameter(torch.rand(num_heads))
 
-    def _of_distance(self, distance_BTS: Tensor, q_pos_BT: Tensor) -> Tensor:
-        p, a = (x.to(distance_BTS.dtype) for x in (self.p_H, self.a_H))
+    def forward(self, distance_TS: Tensor, q_pos_BT: Tensor) -> Tensor:
+        """See `Bias`."""
+        p, a = (x.to(distance_TS.dtype) for x in (self.p_H, self.a_H))
         p, a = (_per_head(x + (x.clamp(0.01) - x).detach()) for x in (p, a))  # the gradient is the identity's
-        return -p * torch.log1p(a * distance_BTS[:, None])
+        return -p * torch.log1p(a * distance_TS)
 
 
 class T5(Bias):
@@ -283,9 +295,10 @@ class T5(Bias):
         self.first = [*range(1, exact + 1), *(math.ceil(round(edge, 9)) for edge in edges)]
         self.scale = math.sqrt(head_dim)
 
-    def _of_distance(self, distance_BTS: Tensor, q_pos_BT: Tensor) -> Tensor:
-        bucket_BTS = torch.bucketize(distance_BTS, distance_BTS.new_tensor(self.first), right=True)
-        return self.scale * self.table_NH.to(distance_BTS.dtype)[bucket_BTS].permute(0, 3, 1, 2)
+    def forward(self, distance_TS: Tensor, q_pos_BT: Tensor) -> Tensor:
+        """See `Bias`."""
+        bucket_TS = torch.bucketize(distance_TS, distance_TS.new_tensor(self.first), right=True)
+        return self.scale * self.table_NH.to(distance_TS.dtype)[bucket_TS].movedim(-1, 0)[None]
 
 
 class Fire(Bias):
@@ -312,14 +325,15 @@ class Fire(Bias):
         self.output_MH, self.output_bias_H = _uniform(width, num_heads, fan_in=width), _uniform(num_heads, fan_in=width)
         self.threshold, self.slope = threshold, {"relu": 0.0, "leaky_relu": SLOPE}[activation]
 
-    def _of_distance(self, distance_BTS: Tensor, q_pos_BT: Tensor) -> Tensor:
-        dtype = distance_BTS.dtype
+    def forward(self, distance_TS: Tensor, q_pos_BT: Tensor) -> Tensor:
+        """See `Bias`."""
+        dtype = distance_TS.dtype
         c, threshold = self.c.to(dtype), (self.threshold_multiplier * self.threshold).to(dtype).abs()
         norm_BT1 = torch.log1p((c * torch.maximum(q_pos_BT, threshold)).abs())[..., None] + 1e-6
-        z_BTS = torch.log1p((c * distance_BTS).abs()) / norm_BT1
+        z_BTS = torch.log1p((c * distance_TS).abs()) / norm_BT1
         hidden_BTSM = z_BTS[..., None] * self.hidden_M.to(dtype) + self.hidden_bias_M.to(dtype)
         hidden_BTSM = functional.leaky_relu(hidden_BTSM, self.slope)
-        return (hidden_BTSM @ self.output_MH.to(dtype) + self.output_bias_H.to(dtype)).permute(0, 3, 1, 2)
+        return (hidden_BTSM @ self.output_MH.to(dtype) + self.output_bias_H.to(dtype)).movedim(-1, 1)
 
 
 BIASES = {"alibi": Alibi, "kerple": Kerple, "t5": T5, "fire": Fire}
@@ -410,14 +424,14 @@ class Dape(nn.Module):
         self.paddings = ((before, 0), (before, 0)) if alignment == "causal" else ((half, 2 * half), (half, 0))
         self.halo = before if alignment == "causal" else half  # keys before the first visible key that a row depends on
 
-    def forward(self, scores_BHTS: Tensor, bias_BHTS: Tensor | None, mask_BTS: Tensor, is_key_BS: Tensor) -> Tensor:
+    def forward(self, scores_BHTS: Tensor, bias_BHTS: Tensor | None, mask_BTS: Tensor, is_key_BTS: Tensor) -> Tensor:
         """Return the processed scores; where the mask is False, any finite number.
 
         Args:
             scores_BHTS: A.
             bias_BHTS: B, or None.
             mask_BTS: True where the query sees the key.
-            is_key_BS: False for padding to the left of the first key.
+            is_key_BTS: False for keys before the first of the query's sequence.
         """
         allowed = f"must be {'given' if self.has_bias else 'None'}, as has_bias={self.has_bias} says"
         _require(self.has_bias == (bias_BHTS is not None), "bias", type(bias_BHTS).__name__, allowed)
@@ -428,9 +442,9 @@ class Dape(nn.Module):
                 visible = torch.where(mask_BTS[:, None], x_BHTS, 0)
                 hidden_BCTJ = hidden_BCTJ + key_convolution(visible, kernel_WHC, first_pad)
         hidden_BCTJ = functional.leaky_relu(hidden_BCTJ, SLOPE)
-        # Hidden features left of the first key are zero, as without padding.
-        is_key_BJ = functional.pad(is_key_BS, (0, hidden_BCTJ.shape[-1] - is_key_BS.shape[-1]), value=True)
-        hidden_BCTJ = hidden_BCTJ.masked_fill(~is_key_BJ[:, None, None], 0)
+        # Hidden features left of the first key are zero, as without keys there.
+        is_key_BTJ = functional.pad(is_key_BTS, (0, hidden_BCTJ.shape[-1] - is_key_BTS.shape[-1]), value=True)
+        hidden_BCTJ = hidden_BCTJ.masked_fill(~is_key_BTJ[:, None], 0)
         update_BHTS = key_convolution(hidden_BCTJ, self.output_WCH, second_pad)
         update_BHTS = update_BHTS + _per_head(self.output_bias_H.to(scores_BHTS.dtype))
         base = scores_BHTS + bias_BHTS if self.residual and bias_BHTS is not None else scores_BHTS
@@ -458,7 +472,7 @@ def attend(
     q_BTHK: Tensor,
     k_BSGK: Tensor,
     v_BSGK: Tensor,
-    k_pos_BS: Tensor | None = None,
+    pos_BT: Tensor | None = None,
     *,
     bias: Bias | None = None,
     processor: Dape | None = None,
@@ -466,9 +480,16 @@ def attend(
     cap: float | None = None,
     block_size: int | None = None,
 ) -> Tensor:
-    """Attend query rows, the last positions of the keys: softmax(processor(Q K^T / sqrt(K), bias, causal mask)) V.
+    """Attend query rows, the last columns of the keys: softmax(processor(Q K^T / sqrt(K), bias, causal mask)) V.
 
-    Rows are processed in blocks, which are recomputed in the backward pass, so that memory grows with block_size x S.
+    A row may have padding on its left, or several sequences, which do not see each other. A query at position p of its
+    sequence sees p + 1 keys, up to its own, and DAPE's kernels reach no further either:
+
+        columns        0  1  2  3  4  5  6  7
+        positions     -2 -1  0  1  2  0  1  2        two of padding, then two sequences
+        first key      -  -  2  2  2  5  5  5
+
+    Many rows are processed in blocks, which are recomputed in the backward pass: memory grows with block_size x S.
     With DAPE_CUDA_KERNELS=1 CUDA kernels run instead on NVIDIA GPUs, unless `why_not_cuda` has a reason; a log line
     says which.
 
@@ -476,8 +497,7 @@ def attend(
         q_BTHK: queries, already rotated if the model uses rotary embedding.
         k_BSGK: keys of G heads, a divisor of H.
         v_BSGK: values.
-        k_pos_BS: positions of the keys, [B, S], [1, S] or [S]; None for 0..S-1. Padding, on the left, has negative
-            positions.
+        pos_BT: positions of the queries, [B, T] or [1, T]; None if each row is one sequence without padding.
         bias: position bias, or None.
         processor: processor of the scores; None for scores + bias.
         window: a query sees keys at a distance below this, or None for all.
@@ -498,28 +518,37 @@ def attend(
         _require(value is None or value > 0, name, value, "must be 1 or more, or None")
     if not torch.compiler.is_compiling():
         arrays, options = (q_BTHK, k_BSGK, v_BSGK), {"bias": bias, "processor": processor}
-        reason = why_not_cuda(*arrays, k_pos_BS, **options, cap=cap, block_size=block_size)
+        reason = why_not_cuda(*arrays, pos_BT, **options, cap=cap, block_size=block_size)
         log_once(f"attention: {'CUDA kernels' if reason is None else f'PyTorch, {reason}'}")
         if reason is None and attend_in_cuda is not None:
             return attend_in_cuda(*arrays, **options, window=window)
-    pos_BS = torch.atleast_2d(torch.arange(num_keys, device=q_BTHK.device) if k_pos_BS is None else k_pos_BS)
     num_past = num_keys - num_rows
-    size = max(1, BLOCK_BYTES // (4 * batch * heads * num_keys)) if block_size is None else block_size
+    column_T = torch.arange(num_past, num_keys, device=q_BTHK.device)
+    row_bytes, size = 4 * batch * heads * num_keys, num_rows
+    is_small = num_rows * row_bytes <= BLOCK_BYTES if block_size is None else num_rows <= block_size
+    if not is_small:
+        size = max(1, BLOCK_BYTES // row_bytes) if block_size is None else block_size
+    has_sequences = pos_BT is not None and num_rows > 1 and not torch.compiler.is_compiling()
+    pos_BT = column_T[None] if pos_BT is None else pos_BT
+    if has_sequences:  # a block of about as many rows as the longest has reads little of others
+        size = min(size, max(PACKED_ROWS, int(pos_BT.max()) + 1))
 
-    def of_block(start: int) -> Tensor:
-        stop = min(start + size, num_rows)
-        halo = 0 if processor is None else processor.halo
+    def of_rows(start: int, stop: int) -> Tensor:
+        rows, halo = slice(start, stop), 0 if processor is None else processor.halo
         first = 0 if window is None else max(0, num_past + start - window + 1 - halo)
-        rows, keys = slice(start, stop), slice(first, num_past + stop)
-        q_pos_BT = pos_BS[:, num_past + start : num_past + stop]
-        arrays = q_BTHK[:, rows], k_BSGK[:, keys], v_BSGK[:, keys], q_pos_BT, pos_BS[:, keys]
-        args = *arrays, bias, processor, window, cap
-        if size >= num_rows or not torch.is_grad_enabled():
+        if has_sequences:
+            first_of_sequences = int((column_T[rows] - pos_BT[:, rows]).min())
+            first = max(first, min(first_of_sequences, num_past + start))
+        keys = slice(first, num_past + stop)
+        args = q_BTHK[:, rows], k_BSGK[:, keys], v_BSGK[:, keys], pos_BT[:, rows], bias, processor, window, cap
+        if is_small or not torch.is_grad_enabled():
             return _attend_rows(*args)
         return checkpoint(_attend_rows, *args, use_reentrant=False, preserve_rng_state=False)
 
+    if size >= num_rows:
+        return of_rows(0, num_rows)
     # The largest block first, so that the allocator reuses its memory.
-    blocks = [of_block(start) for start in reversed(range(0, num_rows, size))]
+    blocks = [of_rows(start, min(start + size, num_rows)) for start in reversed(range(0, num_rows, size))]
     return torch.cat(blocks[::-1], dim=1)
 
 
@@ -527,7 +556,7 @@ def why_not_cuda(
     q_BTHK: Tensor,
     k_BSGK: Tensor,
     v_BSGK: Tensor,
-    k_pos_BS: Tensor | None = None,
+    pos_BT: Tensor | None = None,
     *,
     bias: Bias | None = None,
     processor: Dape | None = None,
@@ -537,7 +566,7 @@ def why_not_cuda(
     """Return why the CUDA kernels cannot compute a call of `attend`, or None if they can."""
     if why_not_in_cuda is None:
         return "cuda_dape.py is not in the same package"
-    for name, value in (("k_pos_BS", k_pos_BS), ("cap", cap), ("block_size", block_size)):
+    for name, value in (("pos_BT", pos_BT), ("cap", cap), ("block_size", block_size)):
         if value is not None:
             return f"{name} is given"
     if bias is not None and not bias.is_of_distance:
@@ -557,8 +586,7 @@ def _attend_rows(
     q_BTHK: Tensor,
     k_BSGK: Tensor,
     v_BSGK: Tensor,
-    q_pos_BT: Tensor,
-    k_pos_BS: Tensor,
+    pos_BT: Tensor,
     bias: Bias | None,
     processor: Dape | None,
     window: int | None,
@@ -567,44 +595,27 @@ def _attend_rows(
     """Return `attend` of all rows at once."""
     dtype = torch.promote_types(q_BTHK.dtype, torch.float32)
     (batch, num_rows, heads, head_dim), (num_keys, groups) = q_BTHK.shape, k_BSGK.shape[1:3]
-    distance_BTS = q_pos_BT[:, :, None] - k_pos_BS[:, None, :]
-    is_key_BS = k_pos_BS >= 0
-    mask_BTS = is_key_BS[:, None, :] & (distance_BTS >= 0)
+    column_S = torch.arange(num_keys, device=q_BTHK.device)
+    distance_TS = column_S[num_keys - num_rows :, None] - column_S
+    is_key_BTS = distance_TS <= pos_BT[..., None]
+    mask_BTS = is_key_BTS & (distance_TS >= 0)
     if window is not None:
-        mask_BTS = mask_BTS & (distance_BTS < window)
+        mask_BTS = mask_BTS & (distance_TS < window)
     with torch.autocast(q_BTHK.device.type, enabled=False):  # it would compute scores in 16 bits
         q_BGRTK = q_BTHK.to(dtype).movedim(2, 1).reshape(batch, groups, heads // groups, num_rows, head_dim)
         scores_BGRTS = q_BGRTK @ k_BSGK.to(dtype).permute(0, 2, 3, 1)[:, :, None]
         scores_BHTS = scores_BGRTS.reshape(batch, heads, num_rows, num_keys) * head_dim**-0.5
         if cap is not None:
             scores_BHTS = cap * torch.tanh(scores_BHTS / cap)
-        bias_BHTS = None if bias is None else bias(q_pos_BT, k_pos_BS, dtype)
+        bias_BHTS = None if bias is None else bias(distance_TS.clamp(min=0).to(dtype), pos_BT.to(dtype))
         if processor is not None:
-            scores_BHTS = processor(scores_BHTS, bias_BHTS, mask_BTS, is_key_BS)
+            scores_BHTS = processor(scores_BHTS, bias_BHTS, mask_BTS, is_key_BTS)
         elif bias_BHTS is not None:
             scores_BHTS = scores_BHTS + bias_BHTS
         scores_BHTS = scores_BHTS.masked_fill(~mask_BTS[:, None], -0.7 * torch.finfo(dtype).max)
         probs_BGRTS = scores_BHTS.softmax(-1).to(v_BSGK.dtype).reshape(scores_BGRTS.shape)
         out_BGRTK = probs_BGRTS @ v_BSGK.movedim(2, 1)[:, :, None]
     return out_BGRTK.reshape(batch, heads, num_rows, head_dim).movedim(1, 2)
-
-
-def attend_packed(
-    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, segments: Collection[Tensor], **options: Any
-) -> Tensor:
-    """Return `attend` of each packed sequence alone.
-
-    Args:
-        q_BTHK: queries.
-        k_BTGK: keys.
-        v_BTGK: values.
-        segments: result of `segments_of`.
-        options: bias, processor, window and block size.
-    """
-    flat = [x.flatten(0, 1) for x in (q_BTHK, k_BTGK, v_BTGK)]
-    parts = [attend(*(x[index_NL] for x in flat), **options).flatten(0, 1) for index_NL in segments]
-    order = torch.cat([index_NL.flatten() for index_NL in segments]).argsort()
-    return torch.cat(parts)[order].unflatten(0, q_BTHK.shape[:2])
 
 
 # ---- model
@@ -668,21 +679,21 @@ class SelfAttention(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
-        pos_BS: Tensor,
+        pos_BT: Tensor,
+        is_plain: bool,
         shared_bias: Bias | None,
         cache: Cache | None,
-        segments: Collection[Tensor] | None = None,
-        is_padded: bool = False,
+        num_keys: int,
     ) -> Tensor:
         """Attend to the visible positions of `x_BTD` and of the cache, to which its keys and values are appended.
 
         Args:
             x_BTD: normalised residual stream.
-            pos_BS: positions of the cache and of `x_BTD`, which is the last.
+            pos_BT: position of each token in its sequence.
+            is_plain: whether these are the columns: each row is one sequence without padding.
             shared_bias: bias shared by all layers, or None if this layer has its own bias or no bias.
             cache: keys and values of earlier positions, or None.
-            segments: packed sequences, which do not see each other, as by `segments_of`; None for one in each row.
-            is_padded: whether the positions of a sequence begin with padding.
+            num_keys: number of columns, of the cache and of `x_BTD`, which is the last.
         """
         q_BTHK = project("BTD,DHK->BTHK", x_BTD, self.query_DHK, self.query_bias_HK)
         k_BSGK = project("BTD,DHK->BTHK", x_BTD, self.key_DGK, self.key_bias_GK)
@@ -692,18 +703,14 @@ class SelfAttention(nn.Module):
                 norm(x.to(x_BTD.dtype).reshape(*x.shape[:2], -1, len(norm.scale))).reshape(x.shape).to(x.dtype)
                 for norm, x in ((self.query_norm, q_BTHK), (self.key_norm, k_BSGK))
             )
-        q_pos_BT = pos_BS[:, -x_BTD.shape[1] :]
-        q_BTHK, k_BSGK = (rotate(x, q_pos_BT, self.rotary) for x in (q_BTHK, k_BSGK))
+        q_BTHK, k_BSGK = (rotate(x, pos_BT, self.rotary) for x in (q_BTHK, k_BSGK))
         if cache is not None:  # the cache has heads before positions
             k_BGSK, v_BGSK = cache.update(k_BSGK.movedim(2, 1), v_BSGK.movedim(2, 1), self.layer)
-            num_keys = pos_BS.shape[1]  # a static cache is longer
+            # A static cache has more columns.
             k_BSGK, v_BSGK = k_BGSK[:, :, :num_keys].movedim(1, 2), v_BGSK[:, :, :num_keys].movedim(1, 2)
         bias = shared_bias if self.bias is None else self.bias
         options = {"bias": bias, "processor": self.processor, "window": self.window, "cap": self.cap}
-        if segments is None:
-            out_BTHK = attend(q_BTHK, k_BSGK, v_BSGK, pos_BS if is_padded else None, **options)
-        else:
-            out_BTHK = attend_packed(q_BTHK, k_BSGK, v_BSGK, segments, **options)
+        out_BTHK = attend(q_BTHK, k_BSGK, v_BSGK, None if is_plain else pos_BT, **options)
         return project("BTHK,HKD->BTD", out_BTHK, self.output_HKD, self.output_bias_D)
 
 
@@ -832,7 +839,7 @@ class DapeModel(PreTrainedModel):
             cache: name of `past_key_values` since transformers 5.24.
             position_ids: positions [B, T] or [1, T] of the tokens, counted from the first that is not padding. Where
                 they begin again at 0, another packed sequence begins: sequences do not see each other, and each has
-                the values that it has alone. There is no cache then.
+                the values that it has alone. There is no cache then; a compiled model needs `use_cache=False`.
             inputs_embeds: rows [B, T, D] of the embedding, instead of `input_ids`.
             use_cache: return the cache; the default is the config's, and False in training.
             output_hidden_states: return the stream before every layer and, after the norm, the last one.
@@ -858,29 +865,28 @@ class DapeModel(PreTrainedModel):
         _require(len(shape) == 2 and shape[1] > 0, "shape of input_ids", shape, "must be [B, T], with a token or more")
         (batch, length), device = shape, x_BTD.device
         num_past = 0 if cache is None else int(cache.get_seq_length())
-        pos_BS = torch.arange(num_past + length, device=device)[None]
-        is_padding_BT = torch.zeros(batch, length, dtype=torch.bool, device=device)
-        is_padded = False
-        if attention_mask is not None:
-            left = num_left(attention_mask, (batch, pos_BS.shape[1]))
-            pos_BS, is_padded = pos_BS - left, isinstance(left, Tensor)
-            is_padding_BT = attention_mask[:, num_past:] == 0
-        segments = None
-        if position_ids is not None:
-            q_pos_BT = pos_BS[:, num_past:]
-            found = tuple(position_ids.shape)
-            _require(
-                found in ((batch, length), (1, length)), "shape of position_ids", found, f"must be {batch, length}"
-            )
-            if not ((position_ids == q_pos_BT) | is_padding_BT).all():
-                pos_BS = position_ids.expand(batch, length).masked_fill(is_padding_BT, 0)
-                segments = segments_of(pos_BS)
-                _require(cache is None, "cache", type(cache).__name__, "must be None with packed sequences")
+        num_keys = num_past + length
+        column_1T = torch.arange(num_past, num_keys, device=device)[None]
+        pos_BT, is_token_BT = count_tokens(attention_mask, column_1T, (batch, num_keys))
         if use_cache is None:
             use_cache = bool(self.config.use_cache) and not self.training
         is_checkpointed = self.gradient_checkpointing and self.training
-        # Recomputing a layer would append its keys again, and a cache has one sequence in each row.
-        use_cache = use_cache and not is_checkpointed and segments is None
+        use_cache = use_cache and not is_checkpointed  # a layer that is computed again would append its keys again
+        is_compiling = torch.compiler.is_compiling()
+        if position_ids is not None:
+            found, shapes = tuple(position_ids.shape), ((batch, length), (1, length))
+            _require(found in shapes, "shape of position_ids", found, f"must be {batch, length}")
+            given_BT = torch.where(is_token_BT, position_ids, pos_BT)
+            is_right_BT = given_BT == pos_BT
+            is_packed = not is_compiling and not bool(is_right_BT.all())
+            if is_packed or (is_compiling and not use_cache and cache is None):  # in a graph perhaps
+                _require(cache is None, "cache", type(cache).__name__, "must be None with packed sequences")
+                next_BT = functional.pad(given_BT[:, :-1] + 1, (1, 0))
+                is_right_BT = (given_BT == 0) | (given_BT == next_BT) | ~is_token_BT
+                pos_BT, use_cache = given_BT, False
+            allowed = "must count the tokens that are not padding from 0, and again from 0 for each packed sequence"
+            _require_all(is_right_BT, "position_ids", f"{allowed}, or be None")
+        is_plain = pos_BT is column_1T or (not is_compiling and bool((pos_BT == column_1T).all()))
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
 
@@ -888,15 +894,15 @@ class DapeModel(PreTrainedModel):
         if self.config.scale_embedding:
             x_BTD = x_BTD * math.sqrt(self.config.width)
         if self.positions_PD is not None:
-            limit, num_keys = len(self.positions_PD), pos_BS.shape[1]
-            has_rows = num_keys <= limit or int(pos_BS.max()) < limit
-            _require(has_rows, "length", num_keys, f"must be at most learned_positions = {limit}")
-            x_BTD = x_BTD + self.positions_PD[pos_BS[:, num_past:].clamp(min=0)].to(x_BTD.dtype)
+            limit = len(self.positions_PD)
+            if num_keys > limit:
+                _require_all((pos_BT < limit) | ~is_token_BT, "length", f"must be at most learned_positions = {limit}")
+            x_BTD = x_BTD + self.positions_PD[pos_BT.clamp(0, limit - 1)].to(x_BTD.dtype)
         hidden_states = []
         for block in self.layers:
             if output_hidden_states:
                 hidden_states.append(x_BTD)
-            args = x_BTD, pos_BS, self.shared_bias, cache, segments, is_padded
+            args = x_BTD, pos_BT, is_plain, self.shared_bias, cache, num_keys
             x_BTD = checkpoint(block, *args, use_reentrant=False) if is_checkpointed else block(*args)
         x_BTD = x_BTD if self.norm is None else self.norm(x_BTD)
         found = (*hidden_states, x_BTD) if output_hidden_states else None
@@ -1001,45 +1007,26 @@ class Head(nn.Module):
         return logits_BTV if self.bias is None else logits_BTV + self.bias.to(logits_BTV.dtype)
 
 
-def segments_of(pos_BT: Tensor) -> list[Tensor]:
-    """Return the packed sequences of equal length, [N, L] for each length L, as places in the flattened rows.
-
-        positions  0 1 2 0 1 2 0 1        segments  [[0 1 2] [3 4 5]], [[6 7]]
-
-    Raises:
-        ValueError: positions neither count on nor begin again at 0.
-    """
-    is_start_BT = pos_BT == 0
-    counts_BT = torch.cat([is_start_BT[:, :1], is_start_BT[:, 1:] | (pos_BT[:, 1:] == pos_BT[:, :-1] + 1)], dim=1)
-    if not counts_BT.all():
-        allowed = "must count the tokens that are not padding from 0, and again from 0 for each packed sequence"
-        raise ValueError(f"position_ids: {allowed}, or be None")
-    starts_N = is_start_BT.flatten().nonzero()[:, 0]
-    lengths_N = starts_N.diff(append=starts_N.new_tensor([pos_BT.numel()]))
-    return [
-        starts_N[lengths_N == length, None] + torch.arange(length, device=pos_BT.device)
-        for length in lengths_N.unique().tolist()
-    ]
-
-
-def num_left(attention_mask: Tensor, shape: tuple[int, int]) -> Tensor | int:
-    """Return the number of padded tokens to the left of each sequence, [B, 1], or 0 if there is no such padding.
-
-    Positions are counted from the first token that is not padding; no query sees the negative ones to the left:
+def count_tokens(attention_mask: Tensor | None, column_1T: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return the positions of the tokens [B, T], counted from the first that is not padding, and whether they are ones.
 
         mask        0 0 1 1 1 1
         positions  -2 -1 0 1 2 3
 
+    Args:
+        attention_mask: 0 for padding, or None.
+        column_1T: columns of the tokens, the last of the mask.
+        shape: that the mask must have.
+
     Raises:
         ValueError: the shape is wrong, or padding is between tokens, for example after padding on the right.
     """
+    if attention_mask is None:
+        return column_1T, torch.ones_like(column_1T, dtype=torch.bool)
     found = tuple(attention_mask.shape)
     _require(found == shape, "shape of attention_mask", found, f"must be {shape}")
     is_token_BS = attention_mask.bool()
-    if is_token_BS.all():
-        return 0
-    num_ends = (is_token_BS[:, :-1] & ~is_token_BS[:, 1:]).sum(-1) + is_token_BS[:, -1]
-    if (num_ends > 1).any():
-        raise ValueError("attention_mask: must have no zeros between ones; pad to the left to generate")
-    left_B1 = (is_token_BS.cumsum(-1) == 0).sum(-1, keepdim=True)
-    return left_B1 if left_B1.any() else 0
+    num_ends_B = (is_token_BS[:, :-1] & ~is_token_BS[:, 1:]).sum(-1) + is_token_BS[:, -1]
+    _require_all(num_ends_B <= 1, "attention_mask", "must have no zeros between ones; pad to the left to generate")
+    num_left_B1 = (is_token_BS.cumsum(-1) == 0).sum(-1, keepdim=True)
+    return column_1T - num_left_B1, is_token_BS[:, -column_1T.shape[1] :]
