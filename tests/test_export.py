@@ -311,8 +311,7 @@ def test_padding(exported, monkeypatch):
 def test_a_compiled_model_is_one_graph(exported):
     """Nothing branches on values: a graph takes any mask and any positions, and asserts what a model refuses."""
     model, x = load_model(exported("fire")[1]), torch.tensor(tokens())
-    ones, hole = torch.ones_like(x), torch.ones_like(x)
-    left, right = ones.clone(), ones.clone()
+    left, right, hole = (torch.ones_like(x) for _ in range(3))
     left[0, :4], right[1, 15:], hole[0, 3] = 0, 0, 0
     pos = torch.arange(20)[None] % 13
     compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=False)
@@ -320,7 +319,7 @@ def test_a_compiled_model_is_one_graph(exported):
     program = torch.export.export(model, (x,), options).module()
     with torch.no_grad():
         torch.testing.assert_close(compiled(x).logits, model(x).logits)
-        for mask in (ones, left, right):
+        for mask in (torch.ones_like(x), left, right):
             expected = model(x, attention_mask=mask).logits[mask > 0]
             for run in (compiled, program):
                 found = run(x, **options | {"attention_mask": mask}).logits[mask > 0]
