@@ -70,7 +70,7 @@ build/gpu-wheels/downloaded: constraints.txt | install
 	mkdir -p $(@D)
 	$(PY) -m pip download --quiet --disable-pip-version-check --constraint constraints.txt --dest $(@D) --no-deps \
 	    --only-binary=:all: --python-version 3.12 --implementation cp $(WHEEL_PLATFORMS) \
-	    array-record backports.zstd beartype grain ml-collections portpicker tensorboardX
+	    array-record backports.zstd beartype cattrs grain ml-collections portpicker tensorboardX
 	touch $@
 
 # Test workers and the command lines that they start share compiled Python files.

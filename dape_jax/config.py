@@ -5,15 +5,18 @@ module that it configures. Fields without a default must be given; recipes and `
 """
 
 import dataclasses
+import functools
 import json
 import math
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import cattrs
 import jax
 from absl import flags
+from cattrs.gen import make_dict_structure_fn, override
 from flax.traverse_util import flatten_dict
 from jax.sharding import AbstractMesh, Mesh
 
@@ -328,60 +331,92 @@ def differences(
 
 # ---- conversion of nested dicts to dataclasses
 
+_converter = cattrs.Converter(forbid_extra_keys=True)
+
+
+def _value(value: Any, kind: Any) -> Any:
+    """Return a number, text or bool of exactly this type, or a tuple of a list of them, because JSON has no tuples.
+
+    An integer may become a float. A bool is not an integer.
+    """
+    if typing.get_origin(kind) is tuple:
+        member = typing.get_args(kind)[0]
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"must be a list of values of type {member.__name__}")
+        return tuple(_value(each, member) for each in value)
+    is_right = isinstance(value, (int, float) if kind is float else kind)
+    if not is_right or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"must be of type {kind.__name__}")
+    if kind in (int, float) and not (abs(value) < 2**32 if isinstance(value, int) else math.isfinite(value)):
+        raise ValueError("must be finite" if isinstance(value, float) else "must be below 2**32 in size")
+    return kind(value)
+
+
+def _choice(field: str, value: Any, _: Any) -> Any:
+    """Return the config dataclass described by `{"name": NAME, **options}`."""
+    options = dict(value) if isinstance(value, dict) else {}
+    require("name" in options, f"model.{field}", value, "must be a dict with a name and options")
+    return _converter.structure(options, _kind(field, options.pop("name")))
+
+
+def _section(cls: type) -> Callable[[Any, Any], Any]:
+    """Return a function that converts a dict to a dataclass. None is left to a field whose default is None."""
+    choices = CHOICES if cls is TransformerConfig else ()
+    hooks = {field: override(struct_hook=functools.partial(_choice, field)) for field in choices}
+    convert = make_dict_structure_fn(cls, _converter, **hooks)  # type: ignore[arg-type]
+    optional = {field.name for field in dataclasses.fields(cls) if field.default is None}
+
+    def structure(value: Any, kind: Any) -> Any:
+        if not isinstance(value, dict):
+            raise ValueError("must be a section with fields")
+        if cls is TransformerConfig and isinstance(modules := value.get("imports"), list | tuple):
+            import_modules(modules, "model.imports")  # before names of biases and processors are looked up
+        given = {name: each for name, each in value.items() if not (each is None and name in optional)}
+        return convert(given, kind)
+
+    return structure
+
+
+for primitive in (int, float, str, bool):
+    _converter.register_structure_hook(primitive, _value)
+_converter.register_structure_hook_func(lambda kind: typing.get_origin(kind) is tuple, _value)
+_converter.register_structure_hook_factory(dataclasses.is_dataclass, _section)
+
 
 def _structure(cls: type, spec: Any, path: str = "") -> Any:
-    """Return the dataclass of the nested dict at a dotted path of a config. None selects a default that is None.
+    """Return the dataclass of a nested dict.
 
     Raises:
         InputError: with a line for each mistake.
     """
-    require(isinstance(spec, dict), path, spec, "must be a section with fields")
-    fields, kinds = {field.name: field for field in dataclasses.fields(cls)}, typing.get_type_hints(cls)
-    if cls is TransformerConfig and isinstance(modules := spec.get("imports"), list | tuple):
-        import_modules(modules, "model.imports")  # before names of biases and processors are looked up
-    values, messages, prefix = {}, [], f"{path}." if path else ""
-    for name in sorted(spec.keys() - fields.keys()):
-        advice = did_you_mean(name, fields) or f"; the fields are {list(fields)}"
-        messages.append(f"{prefix}{name} = {spec[name]!r}: no such field{advice}")
-    for name, field in fields.items():
-        try:
-            if name not in spec and field.default is dataclasses.MISSING:
-                messages.append(f"{prefix}{name}: missing")
-            elif name in spec and not (spec[name] is None and field.default is None):
-                values[name] = _value(spec[name], kinds[name], f"{prefix}{name}")
-        except InputError as error:
-            messages += error.messages
-    if messages:
-        raise InputError(*messages)
-    return cls(**values)
+    try:
+        return _converter.structure(spec, cls)
+    except (cattrs.BaseValidationError, ValueError) as error:
+        raise InputError(*_messages(error, spec, path)) from None
 
 
-def _value(value: Any, kind: Any, path: str) -> Any:
-    """Return the value at a path as a section, a choice, or a number, text or bool of exactly this type.
-
-    An integer may become a float, and a list, which JSON has, a tuple. A bool is not an integer.
-    """
-    section, _, name = path.partition(".")
-    if section == "model" and name in CHOICES:
-        require(isinstance(value, dict) and "name" in value, path, value, "must be a dict with a name and options")
-        options = {option: each for option, each in value.items() if option != "name"}
-        return _structure(_kind(name, value["name"]), options, path)
-    if dataclasses.is_dataclass(kind):
-        return _structure(kind, value, path)  # type: ignore[arg-type]
-    kind, *others = typing.get_args(kind) or (kind,)  # int, int | None or tuple[int, ...]
-    if others == [...]:
-        require(isinstance(value, list | tuple), path, value, f"must be a list of values of type {kind.__name__}")
-        return tuple(_value(each, kind, f"{path}[{i}]") for i, each in enumerate(value))
-    allowed = f"must be of type {kind.__name__}"
-    if value is None:
-        require(bool(others), path, value, allowed)
-        return None
-    is_right = isinstance(value, (int, float) if kind is float else kind)
-    require(is_right and (kind is bool or not isinstance(value, bool)), path, value, allowed)
-    if kind in (int, float):
-        is_small = abs(value) < 2**32 if isinstance(value, int) else math.isfinite(value)
-        require(is_small, path, value, "must be finite" if isinstance(value, float) else "must be below 2**32 in size")
-    return kind(value) if kind is float else value
+def _messages(error: BaseException, value: Any, path: str) -> Iterator[str]:
+    """Yield a line with field, value and what is allowed, for each mistake in the value at a dotted path."""
+    if isinstance(error, InputError):  # raised by the dataclass, which names its fields
+        yield from error.messages
+    elif isinstance(error, cattrs.ForbiddenExtraKeysError):
+        known = [field.name for field in dataclasses.fields(error.cl)]
+        for name in sorted(error.extra_fields):
+            advice = did_you_mean(name, known) or f"; the fields are {known}"
+            yield f"{path}.{name} = {value[name]!r}: no such field{advice}".lstrip(".")
+    elif isinstance(error, cattrs.ClassValidationError):
+        of_fields, of_all = error.group_exceptions()
+        for each in of_all:
+            yield from _messages(each, value, path)
+        for each, note in of_fields:
+            inner = value[note.name] if note.name in value else None
+            yield from _messages(each, inner, f"{path}.{note.name}".lstrip("."))
+    elif isinstance(error, KeyError):
+        yield f"{path}: missing"
+    elif isinstance(error, RuntimeError | AssertionError):  # not of the value; JAX has no device, for example
+        raise error
+    else:
+        yield f"{path} = {value!r}: {error}"
 
 
 def _marked_fields(cls: type, mark: str, prefix: str = "") -> Iterator[str]:

@@ -67,7 +67,7 @@ def test_all_mistakes_are_reported_at_once():
         "evaluation.last_tokens = 100000000000000000000": "2**32",
         "optimizer.epsilon = inf": "finite",
         "train.profile_steps = 3": "list",
-        "evaluation.lengths[1] = 'a'": "int",
+        "evaluation.lengths = [8, 'a']": "int",
         "optimizer.learning_rate": "missing",
     }
     found = messages_of(spec)
