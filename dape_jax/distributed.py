@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -25,12 +26,15 @@ from dape_jax.errors import InputError, StoppedError, require
 
 Result = TypeVar("Result")
 
+logger = logging.getLogger(__name__)
+
 # A process without a heartbeat for this long counts as dead; a failed process waits this long for the others to shut
 # down. The sum is less than half a minute.
 TIMEOUTS: dict[str, Any] = {"heartbeat_timeout_seconds": 20, "shutdown_timeout_seconds": 8}
 
-# Seconds in which processes wait for each other, where one compiles or prepares text.
-_LONGEST_WORK = 4 * 3600
+# The processes wait for each other, where one compiles or prepares text, for at most four hours: one minute at a time,
+# to log who is late.
+_MINUTE, _MOST_MINUTES = 60, 240
 _barriers = itertools.count()  # their numbers are the same on all processes
 
 
@@ -108,14 +112,24 @@ def wait_for_all(work: str) -> None:
     """Wait until all processes have finished some work, which may take one of them much longer than the others.
 
     It is a barrier of jax's coordination service. In a collective of the devices, the first processes would give up
-    after the backend's own, shorter timeout.
+    after the backend's own, shorter timeout. Each minute, the first process that waits logs which are late.
 
     Raises:
         JaxRuntimeError: a process has died, or is late by four hours.
     """
-    if jax.process_count() > 1:
-        name, everyone = f"{work} {next(_barriers)}", set(range(jax.process_count()))
-        ocp.multihost.sync_global_processes(name, timeout=_LONGEST_WORK, processes=everyone)
+    if jax.process_count() == 1:
+        return
+    number, everyone = next(_barriers), set(range(jax.process_count()))
+    for minute in range(_MOST_MINUTES):
+        try:  # a process that is late fails at once in the barriers of earlier minutes
+            name = f"dape_jax {number} {minute}"
+            return ocp.multihost.sync_global_processes(name, timeout=_MINUTE, processes=everyone)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error) or minute == _MOST_MINUTES - 1:
+                raise
+            late = {int(process) for process in re.findall(r"^\d+$", str(error), re.M)}
+            if jax.process_index() == min(everyone - late):
+                logger.warning("%s: waiting for process %s", work, ", ".join(map(str, sorted(late))))
 
 
 class SharedTimer:

@@ -60,6 +60,7 @@ def test_an_incomplete_environment_is_refused():
 
 SEVERAL = """
 import sys
+import time
 from pathlib import Path
 import jax
 from dape_jax import command_line, distributed
@@ -82,6 +83,8 @@ def main():
         except InputError as error:
             print(error, flush=True)
     print(distributed.first_fault("fault of 1" if jax.process_index() == 1 else ""), flush=True)
+    distributed._MINUTE = 1
+    time.sleep(2.5 * jax.process_index())
     distributed.wait_for_all("thinking")
     distributed.process_zero_only(lambda: Path("only").open("a").write(str(jax.process_index())))
     distributed.require_same(text="same")
@@ -118,6 +121,7 @@ def test_processes_started_by_a_cluster_join_and_agree(tmp_path):
     assert [run.returncode for run in runs] == [143, 143], err
     assert (tmp_path / "order").read_text() == "01"
     assert (tmp_path / "only").read_text() == "0"
+    assert ["thinking: waiting for process 1" in text for text in err] == [True, False]
     for text in out:
         refused, differs, fault = (line for line in text.splitlines() if "Gloo" not in line)
         assert refused == "text = 'a': of process 0"

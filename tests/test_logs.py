@@ -257,15 +257,16 @@ def test_a_signal_traces_the_next_steps_of_its_process(tmp_path, monkeypatch):
     assert len(list(tmp_path.rglob("*.xplane.pb"))) == 2
 
 
-def test_a_stalled_run_shows_where_its_threads_are(monkeypatch, capfd):
-    monkeypatch.setattr(watch, "STALL_SECONDS", 0.4)
-    with watch.stack_of_stalls() as step_ended:
-        for _ in range(3):
-            time.sleep(0.2)
-            step_ended()
-        assert "process_zero_only" not in capfd.readouterr().err
-        process_zero_only(lambda: time.sleep(0.6))
-    assert re.search(r"dape_jax/distributed\.py\", line \d+ in process_zero_only", capfd.readouterr().err)
+def test_a_stalled_run_is_one_line_with_its_place(monkeypatch, caplog):
+    monkeypatch.setattr(watch, "STALL_SECONDS", 0.2)
+    with watch.Watchdog(4) as watchdog:
+        for step in (5, 6):
+            time.sleep(0.1)
+            watchdog.ended(step)
+        process_zero_only(lambda: time.sleep(0.7))
+    (line,) = caplog.messages
+    assert line.startswith("process 0: no step has ended for 0 minutes, since step 6: in process_zero_only, ")
+    assert re.search(r"dape_jax/distributed\.py:\d+$", line)
 
 
 def test_tensorboard_without_its_package_is_one_line(tmp_path, monkeypatch, caplog):

@@ -41,7 +41,7 @@ from dape_jax.training.step import (
     make_train_step,
     shardings_of,
 )
-from dape_jax.training.watch import Trace, stack_of_stalls, train_log
+from dape_jax.training.watch import Trace, Watchdog, train_log
 from dape_jax.training.weights import Start, read_start
 
 logger = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ def _train(
             checkpoint.Checkpoints(workdir, run.train.max_to_keep) as manager,
             MetricLogger(files, run, start) as metric_logger,
             Trace(files, run.train.profile_steps, start) as trace,
-            stack_of_stalls() as step_ended,
+            Watchdog(start) as watchdog,
         ):
             if preemption.should_stop(start):
                 raise preemption.stopped(f"before step {start + 1}")
@@ -196,7 +196,7 @@ def _train(
                 state, metrics = train_step(state, batch)
                 trace.end(step, metrics)
                 metric_logger.log(step, metrics, int(tokens) * run.train.batch_size)
-                step_ended()  # the one before, whose metrics were fetched
+                watchdog.ended(step - 1)  # whose metrics were fetched
                 last, stop = step == run.train.num_steps, preemption.should_stop(step)
                 is_due = timer.is_due(step) or step % run.train.checkpoint_interval == 0
                 refresh_lock()

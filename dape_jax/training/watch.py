@@ -1,12 +1,14 @@
-"""Watch a run: `train.log` in its workdir, profiler traces, and stacks when no step ends. Next: `loop.py`."""
+"""Watch a run: `train.log` in its workdir, profiler traces, and a warning when no step ends. Next: `loop.py`."""
 
 import contextlib
-import faulthandler
 import logging
 import logging.handlers
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ from dape_jax.storage import AppendedFiles
 LOG_FILE = "train.log"
 TRACED_STEPS = 5  # after SIGUSR2
 STALL_SECONDS = 600.0
+PACKAGE = Path(__file__).parents[1]
 
 logger = logging.getLogger(__name__)
 
@@ -98,18 +101,35 @@ class Trace:
             logger.info("trace: profile/%s", self.name)
 
 
-@contextlib.contextmanager
-def stack_of_stalls() -> Iterator[Callable[[], None]]:
-    """Write the stack of every thread to standard error when no step has ended for `STALL_SECONDS`.
+class Watchdog:
+    """Thread that logs one line, with the place in the code, when no step has ended for `STALL_SECONDS`."""
 
-    Yields a function to call when a step has ended.
-    """
+    def __init__(self, start: int):
+        self.step, self.ended_at, self.thread_id = start, time.monotonic(), threading.get_ident()
+        self.closed = threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
 
-    def ended() -> None:
-        faulthandler.dump_traceback_later(STALL_SECONDS, file=sys.__stderr__ or sys.stderr)
+    def __enter__(self) -> "Watchdog":
+        self.thread.start()
+        return self
 
-    ended()
-    try:
-        yield ended
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    def __exit__(self, *exception: object) -> None:
+        self.closed.set()
+        self.thread.join()
+
+    def ended(self, step: int) -> None:
+        """Note that a step has ended."""
+        self.step, self.ended_at = step, time.monotonic()
+
+    def _watch(self) -> None:
+        told = -1
+        while not self.closed.wait(STALL_SECONDS / 10):
+            step, idle = self.step, time.monotonic() - self.ended_at
+            if idle < STALL_SECONDS or step == told:
+                continue
+            told, frame = step, sys._current_frames().get(self.thread_id)
+            while frame is not None and not Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+                frame = frame.f_back
+            place = "" if frame is None else f": in {frame.f_code.co_name}, {frame.f_code.co_filename}:{frame.f_lineno}"
+            message = "process %d: no step has ended for %.0f minutes, since step %d%s"
+            logger.warning(message, jax.process_index(), idle / 60, step, place)
