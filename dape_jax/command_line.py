@@ -57,7 +57,7 @@ def run(
         interrupted: message after Ctrl-C.
         positional: names of the positional arguments, for messages. Further arguments are refused.
     """
-    fields = [each for each in sys.argv[1:] if config and re.match("--?config[.]", each)]
+    fields = _field_flags() if config else []
 
     def parse(arguments: list[str]) -> list[str]:
         try:
@@ -112,6 +112,17 @@ def run(
     for line in lines:
         print(printable(line), file=sys.stderr)
     sys.exit(status)
+
+
+def config_flags() -> list[str]:
+    """Return the flags that chose the config of this process: --config, --import and those of fields."""
+    given = flags.FLAGS.flag_values_dict()
+    modules = [f"--import={','.join(given['import'])}"] if given["import"] else []
+    return [f"--config={given['config']}", *modules, *_field_flags()]
+
+
+def _field_flags() -> list[str]:
+    return [each for each in sys.argv[1:] if re.match("--?config[.]", each)]
 
 
 class _PlainFormatter(logging.Formatter):

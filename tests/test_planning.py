@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 
 import jax
@@ -270,21 +271,25 @@ def test_the_largest_batch_fits_and_its_double_does_not(argument, topology):
         assert plan.fits == fits
 
 
-def test_the_printed_flags_train_what_was_planned():
-    config, hardware = "configs/paper.py:6.7b", read_topology("v6e-64")
-    run = planning.run_to_plan(read_config(config))
+def test_the_printed_command_trains_what_was_planned():
+    given = ["--config=configs/paper.py:6.7b,bias=kerple", "--config.train.batch_size=512"]
+    spec, hardware = read_config(given[0].removeprefix("--config="), given[1:]), read_topology("v6e-64")
+    run = planning.run_to_plan(spec)
     for plan in planning.plan_run(run, hardware, by_formula=True):
-        trained = planning.run_to_plan(read_config(config, planning.train_flags(run, plan)))
+        program, *trained_by = shlex.split(planning.train_command(run, plan, given))
+        assert [program, *trained_by[:2]] == ["dape-train", *given]
+        assert "--config.data.path=stdlib" in trained_by  # the recipe needs a text
+        trained = planning.run_to_plan(read_config(given[0].removeprefix("--config="), trained_by[1:]))
         assert trained == planning.changed(run, read_mesh("mesh", plan.mesh), plan.remat)
 
 
 @pytest.mark.extra
 def test_a_run_is_planned_for_the_devices_of_this_process(tmp_path, capsys):
-    planning.print_attached(tiny.spec(tmp_path))
+    planning.print_attached(tiny.spec(tmp_path), ["--config=mine.py", "--workdir=runs/a"])
     printed = capsys.readouterr().out
     for words in ("# 8 x cpu: ", "| fsdp=8 | none | yes |", "memory         compiled, "):
         assert words in printed
-    assert "dape-train" not in printed  # there is nothing to add
+    assert printed.splitlines()[-1] == "train          dape-train --config=mine.py --workdir=runs/a"
 
 
 def test_remat_increases_until_it_fits_and_the_report_has_every_try(monkeypatch, tmp_path):
@@ -299,12 +304,10 @@ def test_remat_increases_until_it_fits_and_the_report_has_every_try(monkeypatch,
     meshes = [mesh.asked() for mesh in planning.candidates(run, hardware)]
     tried = [(plan.mesh, plan.remat, plan.fits) for plan in plans]
     assert tried == [(mesh, remat, remat == "dots") for mesh in meshes for remat in ("none", "dots")]
-    text = planning.to_markdown(run, hardware, plans, 0.4)
+    text = planning.to_markdown(run, hardware, plans, 0.4, ["--config=mine.py"])
     assert (text.count("no: too large"), text.count("**best**")) == (len(meshes), 1)
-    assert text.endswith(
-        "train          dape-train with this config and --config.mesh.data=4 --config.mesh.fsdp=1 "
-        "--config.model.remat=dots\n"
-    )
+    added = "--config.mesh.data=4 --config.mesh.fsdp=1 --config.model.remat=dots --config.data.path=stdlib"
+    assert text.endswith(f"train          dape-train --config=mine.py {added}\n")
     planning.save(tmp_path, run, hardware, plans, 0.4)
     record = json.loads((tmp_path / "plan.json").read_text())
     assert record["costs"]["utilisation"] == 0.4

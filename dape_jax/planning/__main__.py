@@ -1,4 +1,4 @@
-"""Plan a run on hardware that need not exist: memory, hours, chip-hours, the largest batch, the flags of `dape-train`.
+"""Plan a run on hardware that need not exist: memory, hours, chip-hours, the largest batch, the command that trains.
 
     dape-plan --config=configs/paper.py:125m,bias=kerple,processor=dape --topology=v5litepod-16
     dape-plan --config=configs/paper.py:6.7b --topology=h100:64
@@ -54,7 +54,8 @@ def main(settings: Settings, spec: dict[str, Any]) -> None:
     run = run_to_plan(spec)
     mesh = None if settings.mesh is None else read_mesh("--mesh", settings.mesh)
     plans = plan_run(run, hardware, mesh, by_formula=not settings.compile)
-    print(to_markdown(run, hardware, plans, settings.utilisation), end="")
+    given = [*command_line.config_flags(), "--workdir=runs/planned"]
+    print(to_markdown(run, hardware, plans, settings.utilisation, given), end="")
     if settings.output:
         save(Path(settings.output), run, hardware, plans, settings.utilisation)
 

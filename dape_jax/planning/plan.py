@@ -1,4 +1,4 @@
-"""Plan a run without its hardware: memory on a TPU slice or on GPUs, FLOPs, hours, and the flags of `dape-train`.
+"""Plan a run without its hardware: memory on a TPU slice or on GPUs, FLOPs, hours, and the command that trains.
 
 In: a run's config and a slice. Out: a `Plan` for each mesh that is tried: whether the train step fits, its memory and
 its FLOPs. Next: `__main__.py`, the command line.
@@ -13,8 +13,9 @@ import functools
 import json
 import math
 import os
+import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -350,19 +351,23 @@ def costs(run: RunConfig, hardware: Slice, plan: Plan, utilisation: float) -> di
     }
 
 
-def train_flags(run: RunConfig, plan: Plan) -> list[str]:
-    """Return the flags of `dape-train` for the mesh and the remat of a plan that are not those of the run's config."""
+def train_command(run: RunConfig, plan: Plan, given: Sequence[str]) -> str:
+    """Return the command that trains as planned: `given` flags, and those for which the plan differs from the config.
+
+    If the config has no text, it is the standard library's, in place of a corpus.
+    """
     sizes, asked = vars(read_mesh("mesh", plan.mesh)), vars(run.mesh)
     added = {f"mesh.{axis}": size for axis, size in sizes.items() if size != asked[axis]}
     added |= {} if plan.remat == run.model.remat else {"model.remat": plan.remat}
-    return [f"--config.{field}={value}" for field, value in added.items()]
+    added |= {"data.path": STDLIB} if run.data.path == STDLIB else {}
+    return shlex.join(["dape-train", *given, *(f"--config.{field}={value}" for field, value in added.items())])
 
 
 # ---- report
 
 
-def to_markdown(run: RunConfig, hardware: Slice, plans: list[Plan], utilisation: float) -> str:
-    """Return a table with a line for each plan, and memory, costs and `train_flags` of the best."""
+def to_markdown(run: RunConfig, hardware: Slice, plans: list[Plan], utilisation: float, given: Sequence[str]) -> str:
+    """Return a table with a line for each plan, and memory, costs and `train_command` of the best."""
     chip, model, chosen = hardware.chip, run.model, best(plans)
     bias, processor = (type(each).__name__.removesuffix("Config") for each in (model.bias, model.processor))
     num_params = parameter_counts(model_structure(model)[1])["total"]
@@ -409,9 +414,8 @@ def to_markdown(run: RunConfig, hardware: Slice, plans: list[Plan], utilisation:
         f"largest batch  {batch}",
         f"run            {steps}: {cost['tokens']:.3g} tokens, {cost['flops']:.3g} FLOPs",
         f"time           {time_text}",
+        f"train          {train_command(run, chosen, given)}",
     ]
-    if added := train_flags(run, chosen):
-        lines.append(f"train          dape-train with this config and {' '.join(added)}")
     return "\n".join(lines) + "\n"
 
 
@@ -434,11 +438,11 @@ def save(directory: Path, run: RunConfig, hardware: Slice, plans: list[Plan], ut
     write_json(directory / "plan.json", record)
 
 
-def print_attached(spec: dict[str, Any]) -> None:
+def print_attached(spec: dict[str, Any], given: Sequence[str]) -> None:
     """Compile a training step for the devices of this process, and print its plan: `dape-train --plan`."""
     run, hardware = RunConfig.from_dict(follow_corpus(spec)), attached()
     run = dataclasses.replace(run, mesh=MeshConfig(*run.mesh.sizes(hardware.num_chips)))
     plans = plan_run(run, hardware, run.mesh)
     wait_for_all("planning")  # a process that ended while another compiles would end it
     if jax.process_index() == 0:
-        print(to_markdown(run, hardware, plans, UTILISATION), end="")
+        print(to_markdown(run, hardware, plans, UTILISATION, given), end="")

@@ -53,7 +53,7 @@ def main(settings: Settings, spec: dict[str, Any]) -> None:
     if settings.plan:
         from dape_jax.planning.plan import print_attached  # only now: training needs nothing of it
 
-        print_attached(spec)
+        print_attached(spec, [*command_line.config_flags(), f"--workdir={settings.workdir}"])
         return
     train(spec, workdir, settings.verify, settings.change)
 
