@@ -13,6 +13,8 @@ import tiny
 
 from dape_jax.config import RunConfig, TaskRunConfig, read_run
 from dape_jax.errors import InputError
+from dape_jax.evaluation.figures import table_of
+from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.report import json_values
 from dape_jax.model.transformer import model_structure
 from dape_jax.tasks import CHE as TASKS
@@ -483,6 +485,19 @@ def test_every_experiment_is_drawn_with_a_style_for_each_curve_and_the_papers_cu
     (legend,) = [axes.get_legend() for axes in figure.axes if axes.get_legend() is not None]
     labels = {line.get_label() for axes in figure.axes for line in axes.get_lines()}
     assert {text.get_text() for text in legend.get_texts()} == labels
+
+
+def test_a_method_has_one_style_in_every_figure():
+    """Figures of evaluations and of experiments."""
+    runs = json.loads((ROOT / "results/quickstart/lengths.json").read_text())["runs"]
+    figures = table_of("lengths", runs, Options())[1].figure, plots.experiment_figure(paper_groups("fig2"))
+    drawn = [[line for axes in figure.axes for line in axes.get_lines()] for figure in figures]
+    one, other = (
+        [{(line.get_color(), line.get_marker()) for line in lines if line.get_label() == method} for lines in drawn]
+        for method in ("kerple", "dape1x3-kerple")
+    )
+    assert one[0] == one[1] != other[0] == other[1]
+    assert len(one[0]) == len(other[0]) == 1
 
 
 # ---- gains
