@@ -25,7 +25,7 @@ import fsspec
 import numpy as np
 import pyarrow
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from processes import run_python
 from pyarrow import parquet
@@ -372,6 +372,7 @@ def test_few_documents_are_divided_at_a_position(tmp_path, files, num_copies, re
     block=st.integers(1, 9),
     longest=st.integers(2, 9),
 )
+@example(documents=["a" * 10, "b"], block=13, longest=2)  # half of the separator ends a part that is too long
 def test_separators_divide_a_text(documents: list[str], block: int, longest: int):
     with tempfile.TemporaryDirectory() as root, changed(records, _BLOCK=block):
         file = write(Path(root, "a.txt"), "\r\n==\n".join(documents).encode())
