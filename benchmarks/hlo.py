@@ -113,7 +113,7 @@ class CompiledProgram:
 
     @functools.cached_property
     def work(self) -> Work:
-        """Work of one run; reads the program's text.
+        """Return the work of one run, from the program's text.
 
         jaxlib 0.10 cannot read programs of libtpu 0.0.51 for v5p and v6e that use their sparse cores, for example for a
         gather. With an option, the compiler writes the same text to a directory.

@@ -113,7 +113,7 @@ def arguments(root: Path) -> list[str]:
 
 
 def every(interval: int, num_steps: int) -> tuple[str, ...]:
-    """Return the flags of a run of so many steps, with a validation and a checkpoint after every interval."""
+    """Return the flags of a run of `num_steps`, with a validation and a checkpoint after every interval."""
     fields = {"num_steps": num_steps, "eval_interval": interval, "checkpoint_interval": interval}
     return tuple(f"--config.train.{name}={value}" for name, value in fields.items())
 

@@ -242,7 +242,7 @@ def test_expected_errors_are_lines_and_a_status(status, monkeypatch, capsys):
     assert (ended.value.code, capsys.readouterr().err.splitlines()) == (status, ENDINGS[status][1:])
 
 
-def test_a_listing_ends_with_its_reader_without_a_word():
+def test_a_listing_ends_quietly_with_its_reader():
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([sys.executable, "-m", "dape_jax"], stdout=writer, stderr=subprocess.PIPE, check=False)

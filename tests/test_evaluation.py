@@ -518,7 +518,7 @@ def test_devices_that_share_a_sequence_give_the_same(runs, tmp_path):
 # ---- comparisons of runs
 
 
-def test_two_evaluations_agree_to_the_bit_and_compare_methods(runs, capsys):
+def test_two_evaluations_are_bit_equal_and_compare_methods(runs, capsys):
     """Results are in the common directory, and replace earlier ones."""
     contents, output = [], runs[0].parent
     for formats in ((), ("csv", "md")):

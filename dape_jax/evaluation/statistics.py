@@ -112,7 +112,7 @@ def over_seeds(
     return list(map(Interval, values, low.tolist(), high.tolist()))
 
 
-# ---- statistics, besides the mean loss, which is `np.divide`
+# ---- statistics other than the mean loss, which is `np.divide`
 
 
 def difference_of(statistic: Statistic) -> Statistic:
@@ -226,12 +226,8 @@ def positions_of(scores: Scores, train_length: int) -> dict[str, Any]:
     break. It also breaks at a bin whose excess is NaN. `window_nats` of one seed has the nll of each window, rounded.
     """
     documents, ends, nats, tokens, _ = scores
-    levels_of, totals, num_tokens, bins = (
-        levels(ends, train_length),
-        nats.mean(axis=0).sum(axis=0),
-        tokens.sum(axis=0),
-        [],
-    )
+    levels_of, bins = levels(ends, train_length), []
+    totals, num_tokens = nats.mean(axis=0).sum(axis=0), tokens.sum(axis=0)
 
     def excess_of(nats: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         means = levels_of(nats, tokens)

@@ -147,7 +147,7 @@ def make_operator(bias: Any, processor: Any, q_BTHK: Tensor, num_keys: int, wind
     visible_N = (distance_N >= 0) & (distance_N < (window or 2**30))
     bias_NH = of_distance(distance_N).masked_fill(~visible_N[:, None], 0)
     hidden_NC = processor.hidden_bias_C.float() + convolve(bias_NH, bias_WHC.flip(0))
-    # What the columns -P .. -1, which do not exist, add to the hidden features of the columns 0 .. P - 1.
+    # Contribution of the columns -P .. -1, which do not exist, to the hidden features of columns 0 .. P - 1.
     before_TPH = bias_NH[column_T1 - arange(-pad, 0) + 3 * ahead]
     left_TPC = convolve(functional.pad(before_TPH, (0, 0, 0, width)), bias_WHC)[:, :pad]
 

@@ -74,7 +74,7 @@ class Fields:
         """Raise `InputError` for a field unless the condition holds. Long values are shortened in the message."""
         if not condition:
             name = self.names.get(name, name)
-            value = self.config.get(name)
+            value = self.config[name] if name in self.config else None
             raise InputError(f"{self.where}: {short(name)} = {short(repr(value))}: {allowed}")
 
     def take(self, name: str, kind: type, default: Any = None) -> Any:
@@ -91,7 +91,7 @@ class Fields:
         """Return a field, None if it is null, or `missing` if the config does not have it."""
         name = self.names.get(name, name)
         self.read.add(name)
-        value = self.config.get(name, missing)
+        value = self.config[name] if name in self.config else missing
         is_right = value is None or type(value) is kind or (kind is float and type(value) is int)
         self.check(is_right, name, f"must be of type {kind.__name__}")
         return float(value) if kind is float and value is not None else value
@@ -228,7 +228,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
         return config
     fields = Fields(config)
     text, kind = fields.take("text_config", dict), fields.take("model_type", str)
-    left_out = LEFT_OUT if text.get("model_type") in ("llama", "mistral") else {}
+    left_out = LEFT_OUT if Fields(text).optional("model_type", str) in ("llama", "mistral") else {}
     fields.check(kind != "paligemma", "model_type", "is not supported: its prompts are not causal")
     shared = ("tie_word_embeddings", "quantization_config", "eos_token_id")
     return left_out | text | {name: config[name] for name in shared if name in config}
