@@ -83,7 +83,8 @@ def run(
     sys.unraisablehook = _print_unraisable
     _define_flags(config, settings)
     # --help shows the docstring of the main module, and the script of an installed entry point has none.
-    of_recipes = f"\n{recipes.describe()}\n" if config and any("help" in each for each in sys.argv) else ""
+    needs_recipes = config and any(re.match("--?help", each) for each in sys.argv[1:])
+    of_recipes = f"\n{recipes.describe()}\n" if needs_recipes else ""
     sys.modules["__main__"].__doc__ = f"{sys.modules[main.__module__].__doc__}{of_recipes}"
     try:
         try:
@@ -177,13 +178,15 @@ def _parse(arguments: list[str]) -> list[str]:
 COMPILATION_CACHE = "Directory, local or gs://, for compiled programs; by default $JAX_COMPILATION_CACHE_DIR."
 
 
-def use_compilation_cache(directory: str | None = None) -> None:
+def use_compilation_cache(directory: str | None = None, name: str = "--compilation_cache") -> None:
     """Create the directory of JAX's compilation cache, that of the flag or else of JAX's variable, if it is missing.
+
+    `name` is that of the flag, for messages.
 
     Raises:
         InputError: the directory cannot be created or read. (JAX would warn at every program that it compiles.)
     """
-    field = "JAX_COMPILATION_CACHE_DIR" if directory is None else "--compilation_cache"
+    field = "JAX_COMPILATION_CACHE_DIR" if directory is None else name
     directory = os.environ.get(field) if directory is None else directory
     if directory:
         path = absolute(to_path(directory, field))

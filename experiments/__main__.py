@@ -3,19 +3,13 @@
 from pathlib import Path
 
 from dape_jax import command_line
+from dape_jax.command_line import use_compilation_cache
 from dape_jax.errors import require
 from experiments.catalogue import EXPERIMENTS
 from experiments.methods import format_lengths
 from experiments.settings import Settings
 
 COMMANDS = ("list", "show", "run", "report")
-
-
-def cache_programs(directory: Path) -> None:
-    """Share compiled programs between models that differ only in the seed, also between processes."""
-    import jax
-
-    jax.config.update("jax_compilation_cache_dir", str(directory.absolute()))
 
 
 def main(settings: Settings, command: str = "", name: str = "") -> None:
@@ -41,7 +35,8 @@ def main(settings: Settings, command: str = "", name: str = "") -> None:
         for run in runs:
             print(f"  {run.name}, evaluated at {format_lengths(run.lengths)}\n    {train_command(run)}")
     elif command == "run":
-        cache_programs(Path(settings.workdirs, "compiled"))
+        # Models that differ only in the seed share compiled programs, also between processes.
+        use_compilation_cache(str(Path(settings.workdirs, "compiled")), "--workdirs")
         runs = run_experiment(name, settings)
         print(f"{len(runs)} runs in {settings.results}/{name}; compare them: python -m experiments report")
     else:

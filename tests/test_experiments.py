@@ -441,7 +441,7 @@ def test_models_that_diverged_are_in_the_report(small_world, monkeypatch, metric
     ],
 )
 def test_bad_input_is_named(small_world, monkeypatch, arguments: str, changes: dict, words: list[str]):
-    monkeypatch.setattr(experiments_main, "cache_programs", lambda workdirs: None)  # of this process
+    monkeypatch.setattr(experiments_main, "use_compilation_cache", lambda *_: None)  # of this process
     with pytest.raises(InputError) as error:
         experiments_main.main(Settings(**small_world | changes), *arguments.split())
     assert all(word in str(error.value) for word in words)
