@@ -360,7 +360,8 @@ def train_command(run: RunConfig, plan: Plan, given: Sequence[str]) -> str:
     added = {f"mesh.{axis}": size for axis, size in sizes.items() if size != asked[axis]}
     added |= {} if plan.remat == run.model.remat else {"model.remat": plan.remat}
     added |= {"data.path": STDLIB} if run.data.path == STDLIB else {}
-    return shlex.join(["dape-train", *given, *(f"--config.{field}={value}" for field, value in added.items())])
+    own = [f"--config.{field}={value}" for field, value in added.items()]
+    return shlex.join(["dape-train", *dict.fromkeys([*given, *own])])
 
 
 # ---- report
