@@ -1,9 +1,10 @@
-"""Attention layers for tests: every bias, processor and implementation, and samples of their product."""
+"""Attention layers for tests: every bias, processor and implementation, and samples of their product. Random models."""
 
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,12 +13,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from dape_jax.config import read_run, resolved
+from dape_jax.data.tokenizers import Bytes, save_tokenizer
 from dape_jax.model.attention import Blockwise, Dense, Implementation, attend, attend_on_mesh
 from dape_jax.model.biases import BIASES
 from dape_jax.model.processors import PROCESSORS, DapeConfig, ScoreMod
 from dape_jax.model.scores import Mask, Positions
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
-from dape_jax.sharding import stripe, unstripe
+from dape_jax.sharding import make_mesh, parameter_shardings, stripe, unstripe
+from dape_jax.training import checkpoint
 
 OF_POSITIONS = [name for name, config in BIASES.items() if name != "nope" and not config.reads_content]
 SMALL_BIAS = {"fire": {"threshold": 6}, "cope": {"num_positions": 4}}  # thresholds that short sequences reach
@@ -86,6 +90,18 @@ def random_params(config: TransformerConfig) -> Params:
         return np.asarray(np.exp(numbers) if is_positive else numbers, leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(random, model_structure(config)[1])
+
+
+def write_run(workdir: Path, spec: dict[str, Any], tokenizer: Any = None) -> Path:
+    """Write a run with random parameters at step 0."""
+    run = read_run(spec)
+    params, record = random_params(run.model), {"config": resolved(run), "data_digest": "digest"}
+    params = jax.device_put(params, parameter_shardings(params, make_mesh(run.mesh)))
+    workdir.mkdir(parents=True)
+    save_tokenizer(tokenizer or Bytes(), workdir)
+    checkpoint.write_config(workdir, record)
+    checkpoint.save_params(workdir, params, record)
+    return workdir
 
 
 def padded_like(tree: Any, like: Any) -> Any:

@@ -25,6 +25,7 @@ def written(tmp_path_factory) -> Path:
 
 @pytest.mark.extra
 def test_a_run_is_resumed_and_read(written):
+    import jax
     import jax.numpy as jnp
     from flax import nnx
 
@@ -39,8 +40,9 @@ def test_a_run_is_resumed_and_read(written):
     def logits() -> np.ndarray:
         trained = read_trained(written / "run", "newest", {})
         _, params = restore(trained)
-        model = nnx.merge(model_structure(trained.run.model)[0], params)
-        return np.asarray(model(jnp.asarray([expected["tokens"]]))[0, -1])
+        graphdef, _ = model_structure(trained.run.model)
+        run = jax.jit(lambda params, tokens_BT: nnx.merge(graphdef, params)(tokens_BT)[0, -1])
+        return np.asarray(run(params, jnp.asarray([expected["tokens"]])))
 
     assert np.abs(logits() - expected["last_logits"]).max() > 1e-2  # step 2
     loop.train(spec, written / "run")

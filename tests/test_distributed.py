@@ -172,11 +172,11 @@ def test_a_signal_to_a_single_process_is_noticed_and_the_handlers_restored():
         assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)] == before
 
 
-def test_a_stop_names_the_signal(tmp_path, monkeypatch):
+def test_a_stop_names_the_signal(trained_root, tmp_path, monkeypatch):
     monkeypatch.setattr(
         PreemptionGuard, "should_stop", lambda guard, step: guard._tell(signal.SIGUSR1, None) or guard.is_told
     )
-    spec = tiny.spec(tmp_path, model__num_layers=1, train__num_steps=2)
+    spec = tiny.spec(trained_root, train__num_steps=4)
     with pytest.raises(StoppedError, match=r"^stopped by SIGUSR1 before step 1; the same command resumes$") as error:
         loop.train(spec, tmp_path / "run")
     assert error.value.number == signal.SIGUSR1

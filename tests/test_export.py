@@ -12,20 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import chex
-import jax
 import numpy as np
 import pytest
 import safetensors.torch
 import tiny
 import torch
 import transformers
-from helpers import random_params
+from helpers import write_run
 from processes import run_python
 from test_import import logits, ours
 from transformers.cache_utils import DynamicCache
 
-from dape_jax.config import read_run, resolved
-from dape_jax.data.tokenizers import Bytes, save_tokenizer, train_bpe
+from dape_jax.data.tokenizers import Bytes, train_bpe
 from dape_jax.errors import InputError
 from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.kernels.cuda import compiler
@@ -33,9 +31,7 @@ from dape_jax.model.transformer import ENCODER
 from dape_jax.pretrained import export, load
 from dape_jax.pretrained.files import INDEX_FILE
 from dape_jax.pretrained.modeling_dape import CACHE
-from dape_jax.sharding import make_mesh, parameter_shardings
 from dape_jax.tools.completion import Sampling, generate
-from dape_jax.training import checkpoint
 
 pytestmark = [pytest.mark.hf, pytest.mark.extra]
 torch.set_num_threads(1)
@@ -68,16 +64,7 @@ def modules(tmp_path_factory, monkeypatch) -> None:
 def make_run(workdir: Path, tokenizer: Any = None, **model: Any) -> Path:
     """Write a run with random parameters at step 0."""
     spec = tiny.changed(tiny.SPEC, data__path="text", data__cache_dir="cache")
-    run = read_run(spec | {"model": spec["model"] | {"num_heads": 4} | model})
-    mesh = make_mesh(run.mesh)
-    params = random_params(run.model)
-    params = jax.device_put(params, parameter_shardings(params, mesh))
-    record = {"config": resolved(run), "data_digest": "digest"}
-    workdir.mkdir(parents=True)
-    save_tokenizer(Bytes() if tokenizer is None else tokenizer, workdir)
-    checkpoint.write_config(workdir, record)
-    checkpoint.save_params(workdir, params, record)
-    return workdir
+    return write_run(workdir, spec | {"model": spec["model"] | {"num_heads": 4} | model}, tokenizer)
 
 
 @pytest.fixture(scope="session")
@@ -480,13 +467,10 @@ def test_an_output_is_complete_and_never_replaced(exported, tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_the_command_lines(exported, tmp_path):
-    """Export, import and evaluate with the command lines."""
+    """Export, and import the result."""
     workdir, _ = exported("llama")
     command = run_python(*EXPORT, f"--workdir={workdir}", f"--output={tmp_path}/out")
     assert (command.returncode, command.stdout) == (0, f"exported: {tmp_path}/out\n"), command.stderr
     command = run_python(*IMPORT, f"--source={tmp_path}/out", f"--workdir={tmp_path}/run")
     assert command.returncode == 0, command.stderr
     assert f"run: {tmp_path}/run\n" in command.stdout
-    bad = run_python(*IMPORT, f"--source={tmp_path}/run", f"--workdir={tmp_path}/other")
-    assert (bad.returncode, bad.stderr.count("\n")) == (2, 1)
-    assert "must have model.safetensors" in bad.stderr

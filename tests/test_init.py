@@ -13,6 +13,7 @@ import optax
 import pytest
 import tiny
 from flax import nnx
+from helpers import random_params, write_run
 from test_training import interrupt_at, saved_arrays
 
 from dape_jax.config import read_run, resolved
@@ -91,13 +92,8 @@ def test_rotary_is_removed_and_the_bias_replaced(trained_root, tmp_path, monkeyp
     caplog.set_level("INFO")
     roped = tiny.spec(trained_root, model__rotary={"name": "rope"}, model__bias={"name": "kerple_power"})
     roped["model"]["processor"] = {"name": "none"}
-    run = read_run(roped)
-    state = init_state(run.model, make_optimizer(run.optimizer, 10), 5, make_mesh(run.mesh))
-    with checkpoint.Checkpoints(tmp_path / "source", 1) as manager:
-        jsons = {"data": {}, "config": {"config": resolved(run), "data_digest": "digest"}}
-        checkpoint.save(manager, 1, state._asdict(), jsons, 1.0)
-    given = flat_params(jax.device_get(state.params))
-    spec = tiny.spec(trained_root, init__source=str(tmp_path / "source"), model__processor=IDENTITY)
+    source, given = write_run(tmp_path / "source", roped), flat_params(random_params(read_run(roped).model))
+    spec = tiny.spec(trained_root, init__source=str(source), model__processor=IDENTITY)
     params = flat_params(start(monkeypatch, spec, tmp_path / "run").params)
     run = read_run(spec)
     fresh = flat_params(init_state(run.model, make_optimizer(run.optimizer, 6), 0, make_mesh(run.mesh)).params)

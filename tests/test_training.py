@@ -75,13 +75,6 @@ def small_spec(trained_root: Path, **changes: Any) -> dict[str, Any]:
     return tiny.spec(trained_root, **({"train__num_steps": 4} | changes))
 
 
-def plain_spec(trained_root: Path, **model: Any) -> dict[str, Any]:
-    """Return the config of a model of one layer without DAPE and bias, with changes such as dtype="float16"."""
-    spec = small_spec(trained_root, model__num_layers=1)
-    spec["model"] |= {"bias": {"name": "nope"}, "processor": {"name": "none"}} | model
-    return spec
-
-
 @pytest.fixture
 def run(trained_run, tmp_path) -> Path:
     """Return a copy of a run that was trained for 4 steps without interruption."""
@@ -168,7 +161,7 @@ def test_what_may_change_on_resume(trained_root, run):
 def test_a_run_that_is_extended_is_bitwise_the_longer_run(trained_root, tmp_path):
     """So is another run that begins with its weights, moments and place in the data."""
     whole = {"optimizer__warmup_steps": 1, "optimizer__schedule": "wsd", "optimizer__decay_steps": 2}
-    whole |= {"model__num_layers": 1, "train__eval_interval": 4}
+    whole |= {"train__eval_interval": 4}
     loop.train(small_spec(trained_root, **whole), tmp_path / "whole")
     first = whole | {"optimizer__decay_steps": 0, "train__num_steps": 2}
     loop.train(small_spec(trained_root, **first), tmp_path / "parts")
@@ -316,7 +309,7 @@ def test_bad_input_is_refused_before_any_device_work(trained_root, tmp_path, mon
 def test_a_small_validation_set_gives_the_same_loss_at_any_batch_size(trained_root):
     losses = []
     for batch_size, num_devices in ((8, 8), (64, 8), (64, 1)):
-        changes = {"data__validation_fraction": 0.06, "model__num_layers": 1, "train__train_length": 64}
+        changes = {"data__validation_fraction": 0.06, "train__train_length": 64}
         run = RunConfig.from_dict(tiny.spec(trained_root, **changes, train__batch_size=batch_size))
         mesh, (graphdef, _) = make_mesh(run.mesh, jax.devices()[:num_devices]), model_structure(run.model)
         source = open_source(run, mesh)
@@ -335,7 +328,7 @@ def test_a_run_on_a_mixture_resumes_bitwise_and_logs_the_loss_of_each_text(train
         file.write_text(file.read_text().upper())
     weights = {str(trained_root / "text"): 3.0, str(tmp_path / "other"): 1.0}
     mixture = ",".join(f"{path}={weight}" for path, weight in weights.items())
-    spec = small_spec(trained_root, data__mixture=mixture, model__num_layers=1, train__eval_interval=2)
+    spec = small_spec(trained_root, data__mixture=mixture)
     loop.train(spec, tmp_path / "whole")
     with monkeypatch.context() as patch:
         interrupt_at(patch, 8)  # in the fourth step: there are four batches per validation
@@ -356,7 +349,7 @@ def test_a_run_with_a_text_for_validation_is_evaluated_on_it(trained_root, tmp_p
     (tmp_path / "other" / "more.txt").write_text("more of it " * 30)
     tiny.write_text(tmp_path / "more")
     (tmp_path / "more" / "new.txt").write_text("new text " * 50)
-    spec = tiny.spec(trained_root, data__validation_path=str(tmp_path / "other"), train__num_steps=2)
+    spec = small_spec(trained_root, data__validation_path=str(tmp_path / "other"))
     runs = [tmp_path / "run", tmp_path / "more_run"]
     for run, changes in zip(runs, ({}, {"data__path": str(tmp_path / "more")}), strict=True):
         loop.train(tiny.changed(spec, **changes), run)
@@ -383,8 +376,13 @@ def test_a_lost_config_is_copied_back_from_a_checkpoint(trained_root, run):
 
 
 def make_step(trained_root, seed: int = 0, **model):
-    """Return a state of one layer, and a step as a function of it and of a factor that multiplies its parameters."""
-    config, optimizer = RunConfig.from_dict(plain_spec(trained_root, **model)).model, optax.sgd(0.5, momentum=0.9)
+    """Return a state, and a step as a function of it and of a factor that multiplies its parameters.
+
+    The model has one layer, and neither DAPE nor a bias.
+    """
+    spec = small_spec(trained_root, model__num_layers=1)
+    spec["model"] |= {"bias": {"name": "nope"}, "processor": {"name": "none"}} | model
+    config, optimizer = RunConfig.from_dict(spec).model, optax.sgd(0.5, momentum=0.9)
     mesh = make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
     state = init_state(config, optimizer, 0, mesh)
     shardings = shardings_of(state)
@@ -506,7 +504,7 @@ def test_bad_steps_are_skipped_and_recorded_or_stop_the_run(trained_root, tmp_pa
 
     def train(name, max_bad_steps):
         fields = {"train__num_steps": 8, "train__max_bad_steps": max_bad_steps, "train__validation_batches": 1}
-        loop.train(tiny.changed(plain_spec(trained_root), **fields), tmp_path / name)
+        loop.train(small_spec(trained_root, **fields, model__processor={"name": "none"}), tmp_path / name)
 
     def recorded(name: str) -> list[str | None]:
         lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
