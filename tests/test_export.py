@@ -18,9 +18,11 @@ import safetensors.torch
 import tiny
 import torch
 import transformers
+from accelerate.utils import send_to_device
 from helpers import write_run
 from processes import run_python
 from test_import import logits, ours
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.cache_utils import DynamicCache
 
 from dape_jax.data.tokenizers import Bytes, train_bpe
@@ -316,6 +318,25 @@ def test_a_compiled_model_is_one_graph(exported):
         for wrong in ({"attention_mask": hole}, {"position_ids": pos + 1}):
             with pytest.raises(RuntimeError, match=r"must have no zeros between ones|must count the tokens"):
                 compiled(x, **wrong, use_cache=False)
+
+
+@pytest.mark.parametrize("name", ["t5", "fire"])  # of which t5's bias is shared by the layers
+def test_layers_on_two_devices(exported, name):
+    """As accelerate's device_map="auto" puts them: it moves the arguments of a module, of the model only the first."""
+    model = load_model(exported(name)[1])
+    last = ("layers.1", "norm")
+    device_of = {path: "cpu:1" if path.startswith(last) else "cpu" for path, _ in model.named_modules()}
+    for path, module in model.named_modules():
+        device = device_of[path]
+        module.register_forward_pre_hook(lambda _, args, device=device: send_to_device(args, device))
+    with FakeTensorMode():  # compares devices
+        params = {
+            key: torch.empty(parameter.shape, device=device_of[key.rpartition(".")[0]])
+            for key, parameter in model.named_parameters()
+        }
+        x = torch.zeros(2, 20, dtype=torch.long)
+        out = torch.func.functional_call(model, params, (x,), {"use_cache": False})
+    assert out.logits.device == x.device
 
 
 @pytest.mark.parametrize("name", ["pythia", "t5", "fire", "alibi", "causal"])

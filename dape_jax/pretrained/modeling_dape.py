@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -607,7 +607,9 @@ def _attend_rows(
         scores_BHTS = scores_BGRTS.reshape(batch, heads, num_rows, num_keys) * head_dim**-0.5
         if cap is not None:
             scores_BHTS = cap * torch.tanh(scores_BHTS / cap)
-        bias_BHTS = None if bias is None else bias(distance_TS.clamp(min=0).to(dtype), pos_BT.to(dtype))
+        bias_BHTS = None
+        if bias is not None:  # one that all layers share may be on another device
+            bias_BHTS = bias(distance_TS.clamp(min=0).to(dtype), pos_BT.to(dtype)).to(scores_BHTS.device)
         if processor is not None:
             scores_BHTS = processor(scores_BHTS, bias_BHTS, mask_BTS, is_key_BTS)
         elif bias_BHTS is not None:
@@ -622,8 +624,8 @@ def _attend_rows(
 
 
 def project(equation: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the einsum of an activation, cast to the dtype of the weight, and a weight, plus a bias if given."""
-    y = torch.einsum(equation, x.to(weight.dtype), weight)
+    """Return the einsum of an activation and a weight, to whose dtype and device it goes, plus a bias if given."""
+    y = torch.einsum(equation, x.to(weight), weight)
     return y if bias is None else y + bias
 
 
@@ -681,7 +683,7 @@ class SelfAttention(nn.Module):
         x_BTD: Tensor,
         pos_BT: Tensor,
         is_plain: bool,
-        shared_bias: Bias | None,
+        shared_bias: Callable[[], Bias | None],
         cache: Cache | None,
         num_keys: int,
     ) -> Tensor:
@@ -691,7 +693,7 @@ class SelfAttention(nn.Module):
             x_BTD: normalised residual stream.
             pos_BT: position of each token in its sequence.
             is_plain: whether these are the columns: each row is one sequence without padding.
-            shared_bias: bias shared by all layers, or None if this layer has its own bias or no bias.
+            shared_bias: returns the bias shared by all layers, or None if this layer has its own bias or no bias.
             cache: keys and values of earlier positions, or None.
             num_keys: number of columns, of the cache and of `x_BTD`, which is the last.
         """
@@ -708,7 +710,7 @@ class SelfAttention(nn.Module):
             k_BGSK, v_BGSK = cache.update(k_BSGK.movedim(2, 1), v_BSGK.movedim(2, 1), self.layer)
             # A static cache has more columns.
             k_BSGK, v_BSGK = k_BGSK[:, :, :num_keys].movedim(1, 2), v_BGSK[:, :, :num_keys].movedim(1, 2)
-        bias = shared_bias if self.bias is None else self.bias
+        bias = shared_bias() if self.bias is None else self.bias
         options = {"bias": bias, "processor": self.processor, "window": self.window, "cap": self.cap}
         out_BTHK = attend(q_BTHK, k_BSGK, v_BSGK, None if is_plain else pos_BT, **options)
         return project("BTHK,HKD->BTD", out_BTHK, self.output_HKD, self.output_bias_D)
@@ -902,7 +904,8 @@ class DapeModel(PreTrainedModel):
         for block in self.layers:
             if output_hidden_states:
                 hidden_states.append(x_BTD)
-            args = x_BTD, pos_BT, is_plain, self.shared_bias, cache, num_keys
+            # A function: accelerate moves arguments that are modules.
+            args = x_BTD, pos_BT, is_plain, lambda: self.shared_bias, cache, num_keys
             x_BTD = checkpoint(block, *args, use_reentrant=False) if is_checkpointed else block(*args)
         x_BTD = x_BTD if self.norm is None else self.norm(x_BTD)
         found = (*hidden_states, x_BTD) if output_hidden_states else None
