@@ -25,10 +25,11 @@ import torch
 import transformers
 from flax import nnx
 from huggingface_hub.errors import StrictDataclassFieldValidationError
+from huggingface_hub.utils import filter_repo_objects
 
 from dape_jax.config import read_model
 from dape_jax.data.conventions import Conventions, conventions_of, saved_conventions
-from dape_jax.data.tokenizers import Bytes, byte_tokenizer_json, train_bpe
+from dape_jax.data.tokenizers import Bytes, HfTokenizer, byte_tokenizer_json, train_bpe
 from dape_jax.errors import InputError
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.perplexity import evaluate
@@ -316,6 +317,19 @@ def test_chat_templates_have_what_transformers_gives_them_or_are_refused(tmp_pat
         assert conventions_of(tmp_path, {}, Bytes()).chat_template == expected
 
 
+def test_the_end_token_of_the_source_ends_documents_or_only_completions(tmp_path):
+    """It ends documents if the tokenizer has no usual token for it."""
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<EOS>"}, "bos_token": "<EOS>"}')
+    library = tokenizers.Tokenizer.from_str(byte_tokenizer_json())
+    library.add_special_tokens(["<EOS>"])
+    for usual, expected in (("<|endoftext|>", (256, 257)), ("<other>", (257, 256))):
+        (tmp_path / "tokenizer.json").write_text(library.to_str().replace("<|endoftext|>", usual))
+        tokenizer = source_tokenizer(tmp_path)
+        found = conventions_of(tmp_path, {"eos_token_id": 256}, HfTokenizer(tokenizer.content))
+        assert (found.bos_token, found.eos_token, found.ends(tokenizer)) == ("<EOS>", "<EOS>", expected)
+        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<EOS>", "bos_token": null}')
+
+
 @pytest.mark.hf
 @pytest.mark.extra
 def test_a_completion_is_that_of_transformers(directories, tmp_path, capsys):
@@ -427,8 +441,10 @@ def test_a_tokenizer_of_two_files_is_converted(directories, tmp_path, text):
 def test_a_model_of_the_hub_is_downloaded_or_the_line_says_how(tmp_path, monkeypatch):
     asked = []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
-        asked.append((name, {"*.json", "*.safetensors"} <= set(allow_patterns), "bin" in "".join(allow_patterns)))
+    def download(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        files = ["config.json", "a.safetensors", "consolidated.safetensors", "original/params.json", "a.bin"]
+        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        asked.append((name, list(filter_repo_objects(files, **patterns))))
         if name.startswith("offline"):
             raise ConnectionError("no\nnetwork")
         return str(tmp_path)
@@ -437,7 +453,7 @@ def test_a_model_of_the_hub_is_downloaded_or_the_line_says_how(tmp_path, monkeyp
     assert find_source("Qwen/Qwen3-0.6B") == tmp_path
     with pytest.raises(InputError, match=r"hf download offline/a --local-dir=DIRECTORY. ConnectionError: no network"):
         find_source("offline/a")
-    assert asked == [("Qwen/Qwen3-0.6B", True, False), ("offline/a", True, False)]
+    assert asked == [(name, ["config.json", "a.safetensors"]) for name in ("Qwen/Qwen3-0.6B", "offline/a")]
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(InputError, match=r"hf download a/b --local-dir=DIRECTORY \(pip install 'accelerate"):
         find_source("a/b")
@@ -630,6 +646,7 @@ def test_old_names_of_options_mean_the_same(directories):
     """Read configs of transformers 4, such as published ones."""
     new = json.loads((directories("llama3") / "config.json").read_text())
     old = new | {"rope_theta": LLAMA3["rope_theta"], "rope_scaling": LLAMA3}
+    assert family_of(old).model == family_of(new).model  # both, as levanter writes them
     del old["rope_parameters"]
     assert family_of(old).model == family_of(new).model
     new = json.loads((directories("pythia") / "config.json").read_text())

@@ -63,22 +63,29 @@ class Conventions:
             raise InputError(f"chat_template: {' '.join(str(error).split())}") from error
 
 
+def _content(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.exists() else {}
+
+
+def special_tokens(directory: Path) -> dict[str, str]:
+    """Return the special tokens of a Hugging Face checkpoint by name, such as eos_token."""
+    tokens = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):  # the second takes precedence
+        for name, token in _content(directory / file).items():
+            token = token["content"] if isinstance(token, dict) and "content" in token else token
+            if name.endswith("_token") and isinstance(token, str):
+                tokens[name] = token
+    return tokens
+
+
 def conventions_of(directory: Path, config: dict[str, Any], tokenizer: Tokenizer) -> Conventions:
     """Return the conventions of a Hugging Face checkpoint, from whichever of its files there are."""
-
-    def content(name: str) -> dict[str, Any]:
-        return read_json(directory / name) if (directory / name).exists() else {}
-
-    settings = content("tokenizer_config.json")
-    ends: set[int] = set()
-    for source in (config, content("generation_config.json")):
+    settings, named = _content(directory / "tokenizer_config.json"), special_tokens(directory)
+    ids = {name: id for name, token in named.items() if (id := tokenizer.id_of(token)) is not None}
+    tokens, ends = {name: named[name] for name in ids}, {ids[name] for name in ids if name == "eos_token"}
+    for source in (config, _content(directory / "generation_config.json")):
         found = source.get("eos_token_id")
         ends |= {end for end in (found if isinstance(found, list) else [found]) if type(end) is int}
-    tokens: dict[str, str] = {}
-    for name, token in settings.items():
-        token = token["content"] if isinstance(token, dict) and "content" in token else token
-        if name.endswith("_token") and isinstance(token, str) and tokenizer.id_of(token) is not None:
-            tokens[name] = token
     names = {name: tokens.pop(name, None) for name in ("bos_token", "eos_token")}
     first, adds_bos, template = tokenizer.first_token, settings.get("add_bos_token"), settings.get("chat_template")
     if adds_bos is None:

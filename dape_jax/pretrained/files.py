@@ -27,6 +27,7 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
+_COPIES = ["*/*", "consolidated*"]  # the same weights in other formats, as Mistral's and Meta's repositories have
 _SHOWN_CHARS = 200
 _DTYPES = ("F32", "F16", "BF16", "F64")  # supported dtypes; only float64 is rounded to float32
 _TEXT_PREFIX = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
@@ -114,7 +115,7 @@ def find_source(source: str) -> Path:
     except ImportError as error:
         raise InputError(f"source = {source!r}: {advice} ({install_command('hf')})") from error
     try:
-        return Path(huggingface_hub.snapshot_download(source, allow_patterns=_DOWNLOADED))
+        return Path(huggingface_hub.snapshot_download(source, allow_patterns=_DOWNLOADED, ignore_patterns=_COPIES))
     except Exception as error:  # of its own, of httpx, and of the file system
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"source = {source!r}: {advice}. {type(error).__name__}: {reason}") from error

@@ -23,9 +23,10 @@ from tqdm import tqdm
 
 from dape_jax.config import RunConfig, resolved
 from dape_jax.configs import common
-from dape_jax.data.conventions import conventions_of, save_conventions
-from dape_jax.data.tokenizers import TOKENIZER_FILE, Tokenizer, read_tokenizer, save_tokenizer
+from dape_jax.data.conventions import conventions_of, save_conventions, special_tokens
+from dape_jax.data.tokenizers import END_TOKENS, TOKENIZER_FILE, Tokenizer, read_tokenizer, save_tokenizer
 from dape_jax.errors import InputError, require, require_package
+from dape_jax.files import read_json
 from dape_jax.model.transformer import Params, TransformerConfig, flat_params, model_structure
 from dape_jax.pretrained.families import BUFFERS, Tensor, family_of, text_config
 from dape_jax.pretrained.files import Source, open_source, short
@@ -96,7 +97,9 @@ def source_tokenizer(directory: Path) -> Tokenizer:
     """
     file = directory / TOKENIZER_FILE
     if file.exists():
-        return read_tokenizer(str(file), "tokenizer")
+        names = {token["content"] for token in read_json(file)["added_tokens"]}
+        end = special_tokens(directory).get("eos_token") if names.isdisjoint(END_TOKENS) else None
+        return read_tokenizer(str(file), "tokenizer", end)
     others = [name for name in ("tokenizer.model", "vocab.json") if (directory / name).exists()]
     allowed = f"has no {TOKENIZER_FILE}; give --tokenizer"
     require(bool(others), "source", str(directory), allowed)
