@@ -142,6 +142,9 @@ def test_contexts_and_documents_are_those_of_the_harness_on_pytorch(model, hf):
     spaces = requests_of("loglikelihood", ("  ", "rows"), ("", "  rows"))  # the harness's model refuses them
     first, second = model.loglikelihood(spaces, disable_tqdm=True)
     assert first == pytest.approx(second, rel=1e-5)
+    merged = [(("Ans", "wer"), list(b"Ans"), ids) for ids in ([], list(b"wer"))]  # the harness gives none if they merge
+    first, second = model._loglikelihood_tokens(merged, disable_tqdm=True)
+    assert first == second
 
 
 def test_only_ids_of_the_tokenizer_are_greedy(model, monkeypatch):
@@ -286,7 +289,9 @@ def test_tasks_of_three_kinds_give_the_figures_of_the_harness_on_pytorch(model, 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"workdir": ""}, "model_args.workdir = '': must be a run directory"),
         ({"max_length": 0}, "max_length = 0"),
+        ({"max_length": "1k"}, "max_length = '1k': must be a positive number"),
         ({"batch_size": 0}, "batch_size = 0: .*auto"),
         ({"prefix_token_id": 257}, "prefix_token_id = 257: must be an id"),
         ({"add_bos_token": True}, "add_bos_token = True: must be False"),

@@ -165,9 +165,9 @@ class DapeLM(TemplateLM):
 
     def __init__(
         self,
-        workdir: epath.PathLike,
+        workdir: epath.PathLike = "",
         step: str | int = "newest",
-        max_length: int | None = None,
+        max_length: int | str | None = None,
         batch_size: int | str | None = None,
         prefix_token_id: int | None = None,
         add_bos_token: bool | None = None,
@@ -194,6 +194,7 @@ class DapeLM(TemplateLM):
         unknown = set(ignored) - {"device", "max_batch_size", "tokenizer"}
         allowed = "must be workdir, step, max_length, prefix_token_id, add_bos_token or tokenizer"
         require(not unknown, "model_args", sorted(unknown), allowed)
+        require(bool(workdir), "model_args.workdir", workdir, "must be a run directory: --model_args workdir=RUN")
         super().__init__()
         self.info = read_trained(to_path(str(workdir), "workdir"), str(step), {})
         run = self.info.run
@@ -201,10 +202,11 @@ class DapeLM(TemplateLM):
             has_rope = isinstance(run.model.rotary, Rope)
             max_length = run.train.train_length if has_rope else max(run.evaluation.lengths)
             logger.info("max_length = %d tokens of context and continuation", max_length)
-        self.max_length = max_length
-        require(self.max_length > 0, "max_length", self.max_length, "must be positive")
+        self.max_length = int(max_length) if str(max_length).isdecimal() else 0
+        require(self.max_length > 0, "max_length", max_length, "must be a positive number")
         is_number = str(batch_size).isdecimal() and int(str(batch_size)) > 0
-        require(batch_size in (None, "auto") or is_number, "batch_size", batch_size, "must be positive, or auto")
+        is_auto = batch_size is None or str(batch_size).partition(":")[0] == "auto"  # auto:N chooses N times
+        require(is_auto or is_number, "batch_size", batch_size, "must be positive, or auto")
         self.batch_size = int(str(batch_size)) if is_number else None
         check(self.info.run.model, max_new_tokens=1, seed=0)
         self._tokenizer = saved_tokenizer(self.info.workdir)
@@ -281,8 +283,9 @@ class DapeLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         rows, num_truncated = [], 0
         for strings, context, continuation in requests:
-            allowed = "must have at least one token that does not merge with those of its context"
-            require(len(continuation) > 0, "continuation", strings[1], allowed)
+            # The harness gives no tokens if the continuation is part of the last token of its context.
+            continuation = continuation or self.tok_encode(strings[1], add_special_tokens=False)
+            require(len(continuation) > 0, "continuation", strings[1], "must not be empty")
             allowed = f"must be at least {len(continuation)}, the tokens of one continuation"
             require(len(continuation) <= self.max_length, "max_length", self.max_length, allowed)
             # The harness moves trailing spaces to the continuation, so a context of spaces is empty here.
