@@ -123,10 +123,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma2",
         GEMMA | {"attention_bias": True, "layer_types": [FULL] * 3, "attn_logit_softcapping": None},
     ),
-    "gemma3": (
-        "gemma3_text",
-        GEMMA | {"layer_types": WINDOWS, "sliding_window": 5, "rope_parameters": TYPES} | UNTIED,
-    ),
+    "gemma3": ("gemma3_text", GEMMA | {"layer_types": WINDOWS, "sliding_window": 5, "rope_parameters": TYPES} | UNTIED),
     "gemma3-windows": (
         "gemma3_text",
         GEMMA | {"layer_types": [SLIDING] * 3, "sliding_window": 5, "final_logit_softcapping": 3.0},
@@ -749,11 +746,7 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("llama3", {"num_hidden_layers": 2}, r"model.layers.2.\S+ = 'tensor': is not supported"),
     ("llama3", {"vocab_size": 100}, "vocab_size = 100: must be at least the tokenizer's 257"),
     ("llama3", {"a" * 10_000: "b" * 10_000}, r"a\.\. = 'b+\.\.: is not supported"),
-    (
-        "llama3",
-        {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        "rope_scaling = .*: must be",
-    ),
+    ("llama3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling = .*: must be"),
     ("llama3", {"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5: "),
     ("llama3", {"is_causal": False}, "is_causal = False: is not supported"),
     ("llama3", {"logit_scale": 0}, "logit_scale = 0: is not supported"),
@@ -761,11 +754,7 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("llama3", {"num_local_experts": 8}, "num_local_experts = 8: mixtures of experts are not supported"),
     ("llama3", {"model_type": "qwen3_moe", "num_experts": 8}, "num_experts = 8: mixtures of experts"),
     ("llama3", {"text_config": {"model_type": "mllama"}}, "text_config: model_type = 'mllama': must be one of"),
-    (
-        "llama3",
-        {"text_config": {"model_type": "gemma"}, "model_type": "paligemma"},
-        "model_type = 'paligemma': ",
-    ),
+    ("llama3", {"text_config": {"model_type": "gemma"}, "model_type": "paligemma"}, "model_type = 'paligemma': "),
     *(("llama3", {name: value}, f"{name} = .*: is not supported") for name, value in PUBLISHED["harmful"].items()),
     ("published-gpt2", {"n_ctx": 65}, "n_ctx = 65: must be n_positions = 64"),
     ("qwen2", {"layer_types": [FULL] * 2}, "layer_types = .*: must be full_attention or sliding_attention for each"),

@@ -202,9 +202,7 @@ MORE = {
 }
 
 
-PLAIN = {
-    "plain": Case(plain=True, heads=4, groups=1, batch=2, length=150),
-}
+PLAIN = {"plain": Case(plain=True, heads=4, groups=1, batch=2, length=150)}
 MORE_PLAIN = {
     "plain-nope": Case("nope", plain=True, heads=17, groups=17, length=280, phases=2),
     "plain-t5-window": Case("t5", plain=True, heads=12, groups=4, length=560, window=70, phases=4),

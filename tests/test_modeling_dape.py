@@ -63,10 +63,7 @@ def test_all_that_is_exported_is_there():
 def test_values_and_gradients_are_those_of_jax(bias, processor, float64):
     """Compare in float64, with grouped keys and a window, in one block and in blocks of rows."""
     length, H, K, window = 13, 4, 6, 7
-    modules = {
-        "bias": make_bias(bias, H, K),
-        "processor": make_processor(processor, H, bias != "nope", jnp.float64),
-    }
+    modules = {"bias": make_bias(bias, H, K), "processor": make_processor(processor, H, bias != "nope", jnp.float64)}
     graphdef, params = nnx.split(nnx.Dict(modules))
     params = jax.tree_util.tree_map_with_path(random_param, params)
     draw = np.random.default_rng(0)

@@ -10,15 +10,7 @@ from flax import nnx
 from helpers import OF_POSITIONS
 
 from dape_jax.model.biases import BIASES, DistanceBias, distances, kerple, kerple_power
-from dape_jax.model.positions import (
-    STRETCHES,
-    Llama3Rope,
-    NtkAware,
-    PositionInterpolation,
-    Rope,
-    Yarn,
-    stretched,
-)
+from dape_jax.model.positions import STRETCHES, Llama3Rope, NtkAware, PositionInterpolation, Rope, Yarn, stretched
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 3, 16), np.float32))
 

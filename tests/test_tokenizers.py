@@ -308,10 +308,7 @@ def test_any_added_token_may_end_documents_and_is_remembered(tmp_path):
 
 # loss and refusals
 
-LOSSY = {
-    "normalizer": FORMS["trained"] | {"normalizer": {"type": "NFC"}},
-    "sentencepiece": OTHERS["sentencepiece"],
-}
+LOSSY = {"normalizer": FORMS["trained"] | {"normalizer": {"type": "NFC"}}, "sentencepiece": OTHERS["sentencepiece"]}
 
 
 @pytest.mark.parametrize("case", LOSSY)
