@@ -50,7 +50,7 @@ def test_methods_and_train_lengths_choose_among_the_runs():
 
 
 def test_every_run_has_its_own_valid_config():
-    """Models are built once, with one layer, although experiments share them."""
+    """Models are built once, with one layer and few tokens, although experiments share them."""
     models = {}
     for name, preset in [(name, preset) for name, each in EXPERIMENTS.items() for preset in each.presets]:
         planned = runs_with_one_seed(name, preset)
@@ -68,7 +68,7 @@ def test_every_run_has_its_own_valid_config():
                 assert isinstance(config, RunConfig)
                 assert config.data.path == "stdlib"
             if PRESETS[preset].length_divisor > 1:
-                one_layer = dataclasses.replace(config.model, num_layers=1)
+                one_layer = dataclasses.replace(config.model, num_layers=1, vocab_size=16, num_outputs=16)
                 models[str(one_layer)] = one_layer
     for model in models.values():
         model_structure(model)

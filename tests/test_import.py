@@ -205,6 +205,13 @@ def tokens(batch: int = 2, length: int = 20) -> np.ndarray:
     return np.random.default_rng(0).integers(0, SIZES["vocab_size"], (batch, length))
 
 
+def nll_of_windows(name: str, windows: torch.Tensor) -> torch.Tensor:
+    """Return the nll of every token but the first of each window, by a model of transformers."""
+    with torch.no_grad():
+        log_probs = theirs(name)(windows[:, :-1]).logits.log_softmax(-1)
+    return -log_probs.gather(2, windows[:, 1:, None])[..., 0]
+
+
 # ---- the same model
 
 
@@ -369,22 +376,21 @@ def test_a_completion_is_that_of_transformers(directories, tmp_path, capsys):
 @pytest.mark.parametrize("bos", [True, False])
 def test_strided_perplexity_is_that_of_the_guide_of_transformers(chat, tmp_path, text, bos):
     """Every token but a document's first is scored once, given up to 16 - 1 before it."""
-    (tokenizer, workdir), model, nll = chat, theirs("llama"), []
+    (tokenizer, workdir), windows, scored = chat, [], []
     for file in sorted(text.iterdir()):
-        ids, previous = tokenizer(file.read_text(), add_special_tokens=bos, return_tensors="pt").input_ids, 0
-        for begin in range(0, ids.shape[1], 5):
-            end = min(begin + 16, ids.shape[1])
-            log_probs = model(ids[:, begin:end]).logits[0, :-1].log_softmax(-1)
-            each = -log_probs.gather(1, ids[0, begin + 1 : end, None])[:, 0]
-            nll += each[max(0, previous - begin - 1) :].tolist()
-            previous = end
-            if end == ids.shape[1]:
+        ids, end = tokenizer(file.read_text(), add_special_tokens=bos).input_ids, 0
+        for begin in range(0, len(ids), 5):
+            previous, end = end, min(begin + 16, len(ids))
+            windows.append(ids[begin:end] + [0] * (begin + 16 - end))
+            scored.append([previous <= place < end for place in range(begin + 1, begin + 16)])
+            if end == len(ids):
                 break
+    nll = nll_of_windows("llama", torch.tensor(windows))[torch.tensor(scored)]
     run = evaluated(workdir, tmp_path, lengths=(16,), stride=5, bos=bos, data=str(text))
     (found,) = run["lengths"]
     size = sum(len(file.read_bytes()) - (not bos) for file in text.iterdir())
     assert (found["num_tokens"], found["num_documents"], run["bos"]) == (size, 12, CONTROLS[0] if bos else None)
-    np.testing.assert_allclose(found["perplexity"], np.exp(np.mean(nll)), rtol=1e-4)
+    np.testing.assert_allclose(found["perplexity"], nll.mean().exp(), rtol=1e-4)
 
 
 @pytest.mark.hf
@@ -392,21 +398,20 @@ def test_strided_perplexity_is_that_of_the_guide_of_transformers(chat, tmp_path,
 @pytest.mark.parametrize("bos", [True, False])
 def test_windows_begin_with_the_token_of_the_source(chat, tmp_path, text, bos):
     """The first of a window's inputs is replaced, what is scored stays; models with other conventions are refused."""
-    (tokenizer, workdir), model = chat, theirs("llama")
+    tokenizer, workdir = chat
     options = {"lengths": (6, 12), "last_tokens": 4, "max_windows": 1000, "bos": bos, "data": str(text)}
     run = evaluated(workdir, tmp_path, **options)
     assert ("bos" in run) == bos
     for found in run["lengths"]:
-        nll, length = [], found["length"]
+        windows, length = [], found["length"]
         for file in text.iterdir():
-            ids = torch.tensor([*tokenizer(file.read_text(), add_special_tokens=False).input_ids, 257])
-            for end in range(len(ids), 12, -12):
-                window = ids[end - length - 1 : end].clone()
-                window[0] = 256 if bos else window[0]
-                log_probs = model(window[None, :-1]).logits[0].log_softmax(-1)
-                nll += (-log_probs.gather(1, window[1:, None]))[-4:, 0].tolist()
-        assert found["num_tokens"] == len(nll)
-        np.testing.assert_allclose(found["perplexity"], np.exp(np.mean(nll)), rtol=1e-4)
+            ids = [*tokenizer(file.read_text(), add_special_tokens=False).input_ids, 257]
+            windows += [ids[end - length - 1 : end] for end in range(len(ids), 12, -12)]
+        windows = torch.tensor(windows)
+        windows[:, 0] = 256 if bos else windows[:, 0]
+        nll = nll_of_windows("llama", windows)[:, -4:]
+        assert found["num_tokens"] == nll.numel()
+        np.testing.assert_allclose(found["perplexity"], nll.mean().exp(), rtol=1e-4)
     if bos:
         other = Path(shutil.copytree(workdir, tmp_path / "other"))
         (other / "conventions.json").unlink()
