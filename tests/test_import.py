@@ -42,6 +42,7 @@ from dape_jax.pretrained.files import INDEX_FILE, find_source, open_source
 from dape_jax.pretrained.load import import_run, run_spec, source_tokenizer
 from dape_jax.sharding import MeshConfig, make_mesh
 from dape_jax.tools.completion import Sampling, complete
+from dape_jax.tools.maps import attention_maps, read_tokens
 from dape_jax.training import checkpoint, loop
 
 torch.set_num_threads(1)
@@ -413,6 +414,8 @@ def test_windows_begin_with_the_token_of_the_source(chat, tmp_path, text, bos):
         assert found["num_tokens"] == nll.numel()
         np.testing.assert_allclose(found["perplexity"], nll.mean().exp(), rtol=1e-4)
     if bos:
+        (found, _) = read_tokens(read_trained(workdir, "newest", {}), 5, file)
+        assert found.tolist() == tokenizer(file.read_text()).input_ids[:5] == [256, *file.read_bytes()[:4]]
         other = Path(shutil.copytree(workdir, tmp_path / "other"))
         (other / "conventions.json").unlink()
         with pytest.raises(InputError, match="bos = True: must be False to compare"):
@@ -616,6 +619,8 @@ def test_other_names_and_float64_give_the_same_model(kind, directories, runs, tm
     chex.assert_trees_all_equal(ours(tmp_path / "run"), ours(runs(name)))
     if kind == "gpt2":
         assert read_trained(tmp_path / "run", "newest", {}).run.evaluation.lengths == (64,)  # its positions are learned
+        with pytest.raises(InputError, match=r"length = 65: must be at most .*learned_positions = 64"):
+            attention_maps(tmp_path / "run", length=65, text=directory / WEIGHTS)
     if kind == "compiled":
         refused(stored(directory, tensors | given), tmp_path / "other", "must be stored once")
 

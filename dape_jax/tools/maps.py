@@ -35,6 +35,7 @@ from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 
 from dape_jax.config import resolved
+from dape_jax.data.conventions import saved_conventions
 from dape_jax.data.store import joined
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, require
@@ -85,6 +86,7 @@ def attention_maps(
     """
     require(length >= 2, "length", length, "must be at least 2 tokens")
     trained = read_trained(workdir, step, {})
+    trained.run.model.check_length("length", length)
     default = trained.workdir / "attention_maps" / f"step-{trained.step}-length-{length}"
     tokens_T, source = read_tokens(trained, length, text)
     names = token_names(saved_tokenizer(workdir), tokens_T)
@@ -117,7 +119,7 @@ def attention_maps(
 def read_tokens(
     trained: TrainedModel, length: int, text: epath.PathLike | None
 ) -> tuple[Int[np.ndarray, "T"], tuple[str, str]]:
-    """Return the tokens to read, and for the page their source and their beginning.
+    """Return the tokens to read, after the BOS token of an imported model; for the page, their source and beginning.
 
     Raises:
         InputError: the file cannot be read, or there are too few tokens.
@@ -141,7 +143,8 @@ def read_tokens(
         document = int(np.argmax(sizes >= length))
         tokens = store.document(document)
         source = f"validation document {document} of {', '.join(trained.run.data.weights)}"
-    tokens_T = tokens[:length].astype(np.int32)
+    first = saved_conventions(trained.workdir).bos_id(tokenizer)
+    tokens_T = np.concatenate([[] if first is None else [first], tokens])[:length].astype(np.int32)
     return tokens_T, (source, tokenizer.decode(tokens_T[:400]).decode("utf-8", errors="replace"))
 
 
