@@ -90,7 +90,7 @@ def _find_remote(url: str) -> list[InputFile]:
     found = system.glob(path, detail=True) if glob.has_magic(path) else system.find(path, detail=True)
     return [
         InputFile(system.unstrip_protocol(name), info["size"] or 0, system.ukey(name))
-        for name, info in sorted(found.items())
+        for name, info in ((name, found[name] or system.info(name)) for name in sorted(found))  # {} of one file (https)
         if info["type"] == "file" and not os.path.basename(name).startswith(".")
     ]
 
@@ -141,7 +141,8 @@ def open_input(path: str) -> Iterator[tuple[Any, bytes]]:
     without the mark.
     """
     with contextlib.ExitStack() as stack:
-        content: Any = stack.enter_context(fsspec.open(path, "rb", compression=None))
+        raw: Any = stack.enter_context(fsspec.open(path, "rb", compression=None))
+        content: Any = stack.enter_context(io.BufferedReader(raw))  # `readline` of a file in a bucket takes no size
         head = _head(content.read)
         content.seek(0)
         if decompress := next((each for magic, each in _COMPRESSIONS.items() if re.match(magic, head)), None):
