@@ -5,7 +5,9 @@ import contextlib
 import dataclasses
 import datetime
 import decimal
+import functools
 import gzip
+import http.server
 import itertools
 import json
 import logging
@@ -205,6 +207,19 @@ def test_remote_files_are_read(tmp_path: Path, expected: Corpus):
         prepare(config(f"memory:/{root}/a.bin", tmp_path / "ids"))
 
 
+def test_one_file_at_a_url_is_read(tmp_path: Path, expected: Corpus):
+    pytest.importorskip("aiohttp")
+    write(tmp_path / "a.json", *LINES)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            made = prepare(config(f"http://127.0.0.1:{server.server_port}/a.json", tmp_path / "out"))
+        finally:
+            server.shutdown()
+    assert made.corpus.digest == expected.digest
+
+
 @pytest.mark.parametrize(
     ("named", "dtype", "has_end"), [("pair.bin", "uint16", True), ("pair.idx", "int32", False), ("", "int64", True)]
 )
@@ -401,7 +416,9 @@ def test_a_separator_is_given_with_escapes_and_named_if_it_is_seen(tmp_path: Pat
     assert warned("d", document_separator=r"\n\n") == (40, "")
     data = DataConfig(str(source), "bytes", str(tmp_path / "cache"), 0.3, 0, document_separator="\n\n")
     assert load_corpus(data).digest == open_corpus(tmp_path / "d").digest
-    source = write(tmp_path / "a.csv", b"id,text\n1,words\n")
+    write(tmp_path / "a.csv", b"id,text\n1,words\n")
+    write(tmp_path / "b.csv.gz", gzip.compress(b"id,text\n2,words\n"))
+    source = tmp_path / "*.csv*"
     assert "a.csv is read as text, without the field 'text'" in warned("e")[1]
 
 

@@ -12,6 +12,7 @@ The first of these rules that applies divides a corpus:
 
 import hashlib
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -150,8 +151,8 @@ def _documents(inputs: Inputs, field: str) -> Iterator[Found]:
             if (count := content.count(_SEPARATOR.encode())) > 1:
                 flag = f"--document_separator='{_SEPARATOR}' (in training, --config.data.document_separator)"
                 logger.warning("%s has %d times %s: %s divides it", file.path, count, _SEPARATOR, flag)
-            if len(files) == 1 and file.path.lower().endswith((".json", ".csv", ".tsv")):
-                advice = "records are read from JSON lines, parquet and JSON arrays of objects"
+            if all(re.search(r"\.(json|csv|tsv)(\.(gz|bz2|xz|zst))?$", each.path.lower()) for each in files):
+                advice = "records are read from JSON lines, parquet and JSON arrays of objects (see --text_field)"
                 logger.warning("%s is read as text, without the field %r: %s", file.path, config.text_field, advice)
         is_empty = False
         yield found
