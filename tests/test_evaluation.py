@@ -144,6 +144,7 @@ def test_bytes_of_the_scored_tokens_are_counted():
         num_bytes=[num_bytes]
     )
     assert statistics.lengths_of(scores, 8)["lengths"][0]["bits_per_byte"] == pytest.approx(4 * 5 / num_bytes)
+    assert "bits_per_byte" not in statistics.lengths_of(scores._replace(num_bytes=[0]), 8)["lengths"][0]
     for first in (None, 7):
         strided = perplexity.strided_windows(store, 16, 8, first)
         targets = window_batch(store, strided, 16, np.arange(len(strided)))["targets"]

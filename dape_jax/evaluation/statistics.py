@@ -174,7 +174,7 @@ def lengths_of(scores: Scores, train_length: int) -> dict[str, Any]:
 
     Over several seeds it is exp(mean loss). The result of one seed has `window_nats`, the nll of each window, from
     which every interval can be computed again, and `window_tokens`, the number of its scored tokens, if they differ.
-    `bits_per_byte` is nll_nats / (num_bytes ln 2).
+    `bits_per_byte` is nll_nats / (num_bytes ln 2), absent if a length scores only ends of documents, without bytes.
     """
     documents, lengths, nats, tokens, num_bytes = scores
     results = []
@@ -183,7 +183,7 @@ def lengths_of(scores: Scores, train_length: int) -> dict[str, Any]:
         perplexity, low, high = (None if each is None else perplexity_of(each) for each in loss)
         result = {"length": lengths[at], "perplexity": perplexity, "low": low, "high": high}
         result |= {"nll_nats": nll_nats, "num_tokens": num_tokens, **sample_of(documents)}
-        if num_bytes is not None:
+        if num_bytes and all(num_bytes):
             result |= {"bits_per_byte": nll_nats / num_bytes[at] / math.log(2), "num_bytes": num_bytes[at]}
         if len(nats) == 1:
             result |= {"window_nats": nats[0, :, at].tolist()}
