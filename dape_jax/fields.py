@@ -61,7 +61,7 @@ def sections() -> list[Section]:
 def _fields(config: Any, section: str, specs: dict[str, dict[str, Any]]) -> list[Field]:
     """Return the fields of a section, with the values of those recipes that have all of their fields in it."""
     meanings, found = _meanings(type(config)), []
-    fields = {field.name: field for field in dataclasses.fields(config)}
+    fields, kinds = {field.name: field for field in dataclasses.fields(config)}, typing.get_type_hints(type(config))
     values = {
         name: spec[section] for name, spec in specs.items() if section in spec and set(spec[section]) <= {*fields}
     }
@@ -73,9 +73,9 @@ def _fields(config: Any, section: str, specs: dict[str, dict[str, Any]]) -> list
         if isinstance(config, TransformerConfig) and name in CHOICES:
             kind, allowed = "name", ", ".join(CHOICES[name])
         else:
-            kind = re.sub(r"tuple\[(\w+), \.\.\.\]", r"list of \1", inspect.formatannotation(field.type))
+            kind = re.sub(r"tuple\[(\w+), \.\.\.\]", r"list of \1", inspect.formatannotation(kinds[name]))
             kind = kind.replace(" | ", " or ") + " or None" * (field.default is None and "None" not in kind)
-            allowed = _allowed(config, field)
+            allowed = _allowed(config, name, kinds[name])
         found.append(Field(name, kind, "; ".join(defaults) or _text(field.default), meanings[name], allowed))
     return found
 
@@ -93,28 +93,30 @@ def _meanings(cls: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for each in [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]:
         above: list[str] = []
-        for line in inspect.getsource(each).splitlines():
-            if line.startswith("    # "):
-                above.append(line.removeprefix("    # "))
+        source = inspect.getsource(each)
+        indent = re.findall(r"\n([ \t]+)", source)[0]  # of a user's module, perhaps two spaces
+        for line in source.splitlines():
+            if line.startswith(f"{indent}# "):
+                above.append(line.removeprefix(f"{indent}# "))
                 continue
-            if field := re.match(r"    (\w+):", line):
+            if field := re.match(rf"{indent}(\w+):", line):
                 _, _, beside = line.partition("  # ")
                 found[field[1]] = " ".join([*above, beside]).strip()
             above = []
     return found
 
 
-def _allowed(config: Any, field: dataclasses.Field) -> str:
-    """Return what the dataclass says about a value that it refuses, or ""."""
-    kind = typing.get_args(field.type)[0] if typing.get_args(field.type) else field.type
+def _allowed(config: Any, name: str, annotation: Any) -> str:
+    """Return what the dataclass says about a value of a field that it refuses, or ""."""
+    kind = typing.get_args(annotation)[0] if typing.get_args(annotation) else annotation
     if kind is bool:
         return "True, False"
-    for probe in PROBES[kind]:
-        value = (probe,) if typing.get_origin(field.type) is tuple else probe
+    for probe in PROBES[kind] if kind in PROBES else ():
+        value = (probe,) if typing.get_origin(annotation) is tuple else probe
         try:
-            dataclasses.replace(config, **{field.name: value})
+            dataclasses.replace(config, **{name: value})
         except InputError as error:
-            of_field = [line for line in error.messages if f".{field.name} = " in line]
+            of_field = [line for line in error.messages if f".{name} = " in line]
             if of_field:
                 allowed = of_field[0].partition(f" = {value!r}: ")[2]
                 allowed = re.sub(r"(?<=\w) = ([\d.]+|None)", "", allowed)  # values of this recipe
