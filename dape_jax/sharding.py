@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -192,6 +192,29 @@ def vary_alike(*trees: Any) -> Any:
     union = frozenset().union(*axes)
     varying = [jax.lax.pcast(x, tuple(union - own), to="varying") for x, own in zip(leaves, axes, strict=True)]
     return structure.unflatten(varying)
+
+
+def split_batch(function: Callable[..., jax.Array], batched: Sequence[Any], shared: Sequence[Any]) -> jax.Array:
+    """Call `function(*batched, *shared)` on arrays of a mesh with explicit axes, as `jax.make_mesh` makes by default.
+
+    The batch is the first dim of the result and of all arrays of `batched`. If the first of these is split over the
+    batch alone, every device computes its own sequences, as in `jax.shard_map`; otherwise the compiler splits the work.
+    The result is split like that array. Arrays of other meshes are passed on.
+    """
+    split = jax.typeof(batched[0]).sharding
+    if not any(split.spec):
+        return function(*batched, *shared)
+    if any(split.spec[1:]):
+        return jax.jit(jax.sharding.auto_axes(function, out_sharding=split))(*batched, *shared)
+    mesh, batch, whole = split.mesh, PartitionSpec(split.spec[0]), PartitionSpec()
+    specs = (batch,) * len(batched) + (whole,) * len(shared)
+    axes = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+
+    def of_devices(*args: Any) -> jax.Array:
+        args = jax.sharding.reshard(args, tuple(NamedSharding(mesh, spec) for spec in specs))
+        return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=batch, axis_names=axes)(*args)
+
+    return jax.jit(of_devices)(*batched, *shared)
 
 
 def matmul(equation: str, x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:

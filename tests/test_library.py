@@ -300,14 +300,40 @@ def test_derivatives(page, monkeypatch):
 
 
 @pytest.mark.extra
-def test_split_heads_give_right_numbers(page):
-    mesh = jax.make_mesh((4,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
-    split = NamedSharding(mesh, PartitionSpec(None, None, "heads"))
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    qkv = jax.device_put(page.args[:3], split)
-    ours = jax.device_put(page.ours, everywhere)
-    out = jax.jit(attend, out_shardings=split)(*qkv, **ours)
-    close(out, page.attended_BTHK)
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@pytest.mark.parametrize("spec", [PartitionSpec("x"), PartitionSpec(None, None, "x")], ids=["batch", "heads"])
+def test_split_arrays_give_right_numbers(page, spec, kind):
+    """Values and gradients, also on the explicit axes that `jax.make_mesh` makes by default."""
+    pos_T, segment_ids = jnp.arange(24), page.segment_ids
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    def run(qkv, ours):
+        q_BTHK, k_BTHK, v_BTHK = qkv
+        q_BTHK, k_BTHK = dape_jax.Rope()(q_BTHK, pos_T), dape_jax.Rope()(k_BTHK, jnp.stack([pos_T, pos_T]))
+        out_BTHK = attend(q_BTHK, k_BTHK, v_BTHK, **ours, segment_ids=segment_ids)
+        processed_BHTS = ours["processor"](*dape_jax.score(q_BTHK, k_BTHK, bias=ours["bias"]))
+        return (out_BTHK**2).sum() + processed_BHTS.mean(), out_BTHK
+
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
+    qkv = jax.device_put(page.args[:3], NamedSharding(mesh, spec))
+    ours = jax.device_put(page.ours, NamedSharding(mesh, PartitionSpec()))
+    found = run(qkv, ours)
+    assert found[1][0][0].sharding.is_equivalent_to(qkv[0].sharding, 4)
+    chex.assert_trees_all_close(
+        jax.device_get(found), jax.device_get(run(page.args[:3], page.ours)), rtol=2e-4, atol=2e-5
+    )
+
+
+@pytest.mark.extra
+def test_whole_model_on_explicit_axes(page):
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    model = jax.device_put(page.model, NamedSharding(mesh, PartitionSpec()))
+    tokens_BT = jax.device_put(page.tokens_BT, NamedSharding(mesh, PartitionSpec("x")))
+    split = jax.sharding.auto_axes(lambda model, tokens_BT: model(tokens_BT), out_sharding=PartitionSpec("x"))
+    with jax.set_mesh(mesh):
+        logits_BTV = jax.jit(split)(model, tokens_BT)
+    close(logits_BTV, page.logits_BTV, atol=1e-4)
 
 
 @dataclasses.dataclass(frozen=True)

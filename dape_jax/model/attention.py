@@ -13,7 +13,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -40,7 +40,7 @@ from dape_jax.model.scores import (
     segment_starts,
     soft_cap,
 )
-from dape_jax.sharding import AXES, activation_spec, axis_sizes, device_platform, full_precision
+from dape_jax.sharding import AXES, activation_spec, axis_sizes, device_platform, full_precision, split_batch
 
 logger = logging.getLogger(__name__)
 
@@ -133,13 +133,11 @@ def attend(
     positions = _positions(q_BTHK.shape[1], k_BSGK.shape[1], q_pos, k_pos, starts_BS)
     mask = Mask(causal, window, row_stride=None if given else 1)
     args = q_BTHK, k_BSGK, v_BSGK, positions, score_mod
-    if all(isinstance(leaf, jax.Array | np.ndarray | float) for leaf in jax.tree.leaves(args)):
-        return _attend_compiled(chosen, mask, *args)
-    return chosen.attend_rows(*args, mask)  # a bias or processor is a plain function
+    is_traceable = all(isinstance(leaf, jax.Array | np.ndarray | float) for leaf in jax.tree.leaves(args))
+    return (_attend_compiled if is_traceable else _attend)(chosen, mask, *args)  # else one module is a plain function
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _attend_compiled(
+def _attend(
     implementation: "Implementation",
     mask: Mask,
     q_BTHK: Array,
@@ -148,8 +146,32 @@ def _attend_compiled(
     positions: Positions,
     score_mod: ScoreMod,
 ) -> Array:
-    """Call an implementation. Outside a user's `jit`, its loops would be compiled again in every call."""
-    return implementation.attend_rows(q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask)
+    """Call an implementation; on a mesh with explicit axes, for each device's sequences."""
+    arrays, restored = _arrays(score_mod)
+
+    def attend_part(q, k, v, q_start, k_start, q_pos, k_pos, *arrays):
+        positions = Positions(q_pos, k_pos, q_start, k_start)
+        return implementation.attend_rows(q, k, v, positions, restored(arrays), mask)
+
+    return split_batch(attend_part, [q_BTHK, k_BSGK, v_BSGK, *positions[2:]], [*positions[:2], *arrays])
+
+
+# Outside a user's `jit`, the loops of an implementation would be compiled again in every call.
+_attend_compiled = jax.jit(_attend, static_argnums=(0, 1), inline=True)
+
+
+def _arrays(score_mod: ScoreMod) -> tuple[list[Array], Callable[[Sequence[Array]], ScoreMod]]:
+    """Return the arrays of bias, processor and options, and a function that puts others in their places.
+
+    A bias that is a plain function is a leaf, but not an array.
+    """
+    leaves, structure = jax.tree.flatten(score_mod)
+
+    def restored(arrays: Sequence[Array]) -> ScoreMod:
+        given = iter(arrays)
+        return structure.unflatten([next(given) if isinstance(x, jax.Array) else x for x in leaves])
+
+    return [x for x in leaves if isinstance(x, jax.Array)], restored
 
 
 def _positions(num_rows: int, num_keys: int, q_pos: Any, k_pos: Any, starts_BS: Array | None = None) -> Positions:
@@ -530,7 +552,7 @@ def attend_on_mesh(
         positions = _positions(q_BTHK.shape[1], k_BSGK.shape[1], None, pos_S, starts_BS)
         return implementation.attend_rows(q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask)
 
-    leaves, structure = jax.tree.flatten(score_mod)  # a bias that is a plain function is a leaf, but not an array
+    arrays, restored = _arrays(score_mod)
     k_pos_S = jnp.arange(k_BSGK.shape[1]) if pos_S is None else pos_S
 
     def attend_on_device(
@@ -538,8 +560,6 @@ def attend_on_mesh(
     ) -> Array:
         # Mark replicated arrays as varying over devices, so that their gradients are summed over all devices.
         shared, k_pos_S = jax.lax.pcast((shared, k_pos_S), AXES, to="varying")
-        arrays = iter(shared)
-        score_mod = structure.unflatten([next(arrays) if isinstance(x, jax.Array) else x for x in leaves])
         batch, rows, heads, head_dim = q.shape
         q = q.reshape(batch, rows // num_tensor, num_tensor, heads, head_dim)
         q = jax.lax.all_to_all(q, "tensor", split_axis=2, concat_axis=3, tiled=True)[:, :, 0]
@@ -557,7 +577,7 @@ def attend_on_mesh(
 
         starts = None if k_start_BS is None else rows_of(k_start_BS)
         positions = Positions(rows_of(k_pos_S), k_pos_S, starts, k_start_BS)
-        out = implementation.attend_rows(q, gather(k), gather(v), positions, score_mod, mask)
+        out = implementation.attend_rows(q, gather(k), gather(v), positions, restored(shared), mask)
         out = jax.lax.all_to_all(out[:, :, None], "tensor", split_axis=3, concat_axis=2, tiled=True)
         return out.reshape(batch, rows, heads, head_dim)
 
@@ -566,7 +586,7 @@ def attend_on_mesh(
         attend_on_device,
         in_specs=(everywhere, everywhere, activation_spec("B"), heads_spec, heads_spec, heads_spec),
         out_specs=heads_spec,
-    )([x for x in leaves if isinstance(x, jax.Array)], k_pos_S, starts_BS, q_BTHK, k_BSGK, v_BSGK)
+    )(arrays, k_pos_S, starts_BS, q_BTHK, k_BSGK, v_BSGK)
 
 
 IMPLEMENTATIONS = {"auto": Auto, "dense": Dense, "blockwise": Blockwise, "fused": Fused, "cuda": Cuda}

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from dape_jax.errors import positive, require
 from dape_jax.hardware import LANES
-from dape_jax.sharding import axis_sizes, full_precision
+from dape_jax.sharding import axis_sizes, full_precision, split_batch
 
 Heads = Float[Array, "B T H K"]
 RowPositions = Int[Array, "T"] | Int[Array, "B T"]
@@ -87,6 +87,10 @@ class Rope:
 
     def __call__(self, x_BTHK: Heads, pos: RowPositions) -> Heads:
         """Rotate `x_BTHK` by its positions, computing in float32 or better; return the dtype of `x_BTHK`."""
+        args = ([x_BTHK], [pos]) if pos.ndim == 1 else ([x_BTHK, pos], [])
+        return split_batch(self._rotate, *args)
+
+    def _rotate(self, x_BTHK: Heads, pos: RowPositions) -> Heads:
         rope, (heads, head_dim) = self.at_length(pos.shape[-1]), x_BTHK.shape[2:]
         dtype = jnp.promote_types(x_BTHK.dtype, jnp.float32)
         num_rotated = rope.num_rotated(head_dim)

@@ -21,7 +21,7 @@ from dape_jax.errors import InputError, one_of, positive, require
 from dape_jax.model.biases import Bias
 from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.scores import VisiblePairs, over_heads
-from dape_jax.sharding import device_platform, full_precision, vary_alike
+from dape_jax.sharding import device_platform, full_precision, split_batch, vary_alike
 
 ALIGNMENTS = ("centered", "causal")
 EDGES = ("prefix", "listing")
@@ -186,7 +186,11 @@ def key_convolution(
     On a CPU the compiler's fastest convolution on one core is for outputs that are not longer than the input. For a
     longer output the input is padded first, and a barrier keeps the compiler from merging it into the convolution.
     """
-    return _key_convolution(*vary_alike(x_BTSI, kernel_WIO), pad_left, pad_right)
+
+    def convolved(*args: Array) -> Array:
+        return _key_convolution(*vary_alike(*args), pad_left, pad_right)
+
+    return split_batch(convolved, [x_BTSI], [kernel_WIO])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
