@@ -235,8 +235,9 @@ def test_a_text_for_validation_is_used_whole_and_so_is_the_other(tmp_path: Path)
     assert [store.num_documents for store in inner.stores("all")] == [28, 1]  # files are not in both
     (other / "new.txt").write_bytes(b"more")
     assert load_corpora(both).digest != corpora.digest
-    with pytest.raises(InputError, match=r"data\.validation_path = '/nowhere': does not exist; "):
-        load_corpora(dataclasses.replace(both, validation_path="/nowhere"))
+    for path, advice in (("/nowhere", "give"), ("/a,/b", "several texts are a data.mixture")):
+        with pytest.raises(InputError, match=rf"data\.validation_path = '{path}': does not exist; {advice}"):
+            load_corpora(dataclasses.replace(both, validation_path=path))
 
 
 def test_a_text_for_validation_is_encoded_as_the_corpus(tmp_path: Path):

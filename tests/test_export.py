@@ -275,8 +275,9 @@ def test_arguments_that_would_be_ignored_are_refused(exported):
             model(wrong)
     with pytest.raises(ValueError, match="length: must be at most learned_positions = 64"):
         load_model(exported("mixed")[1])(torch.zeros(1, 65, dtype=torch.long))
-    with pytest.raises(NotImplementedError, match=r"new_num_tokens = 258: must be vocab_size = 257"):
-        model.resize_token_embeddings(258)
+    for size in ({"new_num_tokens": 258}, {"new_num_tokens": 257, "pad_to_multiple_of": 64}):
+        with pytest.raises(NotImplementedError, match=r"new_num_tokens = .* must be vocab_size = 257"):
+            model.resize_token_embeddings(**size)
 
 
 def test_padding(exported, monkeypatch):

@@ -289,6 +289,7 @@ def test_training_learns(trained_root, tmp_path):
         ({"mesh__context": 8, "train__train_length": 12}, "train_length = 12: .*mesh.context x mesh.tensor = 8"),
         ({"mesh__context": 2, "train__batch_size": 6}, "train.batch_size = 6: .*4"),
         ({"train__profile_steps": (3, 2)}, "train.profile_steps = .*must be empty, or the first and the last step"),
+        ({"train__profile_steps": (3, 5)}, "train.profile_steps = .*at most train.num_steps = 4"),
         ({"train__profile_steps": (3,)}, "train.profile_steps = .*must be empty, or the first and the last step"),
         ({"train__batch_size": 12}, "train.batch_size = 12: .*8 devices x 1"),
         ({"train__batch_size": 8, "train__accumulation_steps": 2}, "train.batch_size = 8: .*16"),

@@ -381,7 +381,8 @@ def _sidecars(path: str, field: str) -> dict[str, Sidecar]:
         require(not is_split, field, path, "is one split of a corpus; give the directory above it")
         is_text = is_remote(path) or glob.has_magic(path) or local.exists()
         allowed = "; give a prepared corpus, or text: a file, a directory, a quoted glob or stdlib"
-        require(is_text, field, path, f"does not exist{nearest(local) or allowed}")
+        several = "; several texts are a data.mixture, TEXT=WEIGHT,TEXT=WEIGHT" if "," in path else ""
+        require(is_text, field, path, f"does not exist{several or nearest(local) or allowed}")
     return sidecars
 
 

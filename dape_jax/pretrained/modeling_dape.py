@@ -813,11 +813,14 @@ class DapeModel(PreTrainedModel):
         """Replace the embedding by a module of the same size."""
         self.embedding_VD, self._embeddings = value.weight, [value]
 
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **options: Any) -> Any:
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **options: Any
+    ) -> Any:
         """Return the embedding; raise `NotImplementedError` for another size: the vocabulary of a run is fixed."""
-        if new_num_tokens not in (None, self.config.vocab_size):
+        size, multiple = new_num_tokens or self.config.vocab_size, pad_to_multiple_of or 1
+        if -(-size // multiple) * multiple != self.config.vocab_size:
             allowed = f"must be vocab_size = {self.config.vocab_size}: this model's vocabulary cannot be resized"
-            raise NotImplementedError(f"new_num_tokens = {new_num_tokens}: {allowed}")
+            raise NotImplementedError(f"new_num_tokens = {size}, in multiples of {multiple}: {allowed}")
         return self.get_input_embeddings()
 
     def decode(

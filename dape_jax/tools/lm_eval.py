@@ -169,7 +169,7 @@ class DapeLM(TemplateLM):
         step: str | int = "newest",
         max_length: int | str | None = None,
         batch_size: int | str | None = None,
-        prefix_token_id: int | None = None,
+        prefix_token_id: int | str | None = None,
         add_bos_token: bool | None = None,
         **ignored: Any,
     ):
@@ -217,10 +217,10 @@ class DapeLM(TemplateLM):
             self._bos = self._tokenizer.id_of(name) if add_bos_token and name else None
             has_one = self._bos is not None or not add_bos_token
             require(has_one, "add_bos_token", add_bos_token, "must be False: the model's tokenizer has no BOS token")
-        self._prefix = prefix_token_id
         allowed = f"must be an id of the model, 0 to {run.model.vocab_size - 1}"
-        is_id = prefix_token_id is None or 0 <= prefix_token_id < run.model.vocab_size
-        require(is_id, "prefix_token_id", prefix_token_id, allowed)
+        is_id = str(prefix_token_id).isdecimal() and int(str(prefix_token_id)) < run.model.vocab_size
+        require(prefix_token_id is None or is_id, "prefix_token_id", prefix_token_id, allowed)
+        self._prefix = None if prefix_token_id is None else int(prefix_token_id)
         self._mesh, self._params = restore(self.info)
 
     @property

@@ -223,7 +223,7 @@ def _parse(line: bytes) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        return LeftOut("not JSON", str(error))
+        return LeftOut("not JSON", f"{error}; each line must be one value")
 
 
 # ---- the parts of a text
