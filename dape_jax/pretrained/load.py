@@ -97,7 +97,7 @@ def source_tokenizer(directory: Path) -> Tokenizer:
     """
     file = directory / TOKENIZER_FILE
     if file.exists():
-        names = {token["content"] for token in read_json(file)["added_tokens"]}
+        names = {token["content"] for token in read_json(file).get("added_tokens", ())}
         end = special_tokens(directory).get("eos_token") if names.isdisjoint(END_TOKENS) else None
         return read_tokenizer(str(file), "tokenizer", end)
     others = [name for name in ("tokenizer.model", "vocab.json") if (directory / name).exists()]
