@@ -814,7 +814,7 @@ class DapeModel(PreTrainedModel):
         self.embedding_VD, self._embeddings = value.weight, [value]
 
     def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **options: Any
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> Any:
         """Return the embedding; raise `NotImplementedError` for another size: the vocabulary of a run is fixed."""
         size, multiple = new_num_tokens or self.config.vocab_size, pad_to_multiple_of or 1
