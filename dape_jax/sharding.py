@@ -199,7 +199,7 @@ def split_batch(function: Callable[..., jax.Array], batched: Sequence[Any], shar
 
     The batch is the first dim of the result and of all arrays of `batched`. If the first of these is split over the
     batch alone, every device computes its own sequences, as in `jax.shard_map`; otherwise the compiler splits the work.
-    The result is split like that array. Arrays of other meshes are passed on.
+    The result is split like that array. On arrays of other meshes, or of none, the function is only called.
     """
     split = jax.typeof(batched[0]).sharding
     if not any(split.spec):

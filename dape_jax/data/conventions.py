@@ -81,11 +81,12 @@ def special_tokens(directory: Path) -> dict[str, str]:
 def conventions_of(directory: Path, config: dict[str, Any], tokenizer: Tokenizer) -> Conventions:
     """Return the conventions of a Hugging Face checkpoint, from whichever of its files there are."""
     settings, named = _content(directory / "tokenizer_config.json"), special_tokens(directory)
-    ids = {name: id for name, token in named.items() if (id := tokenizer.id_of(token)) is not None}
-    tokens, ends = {name: named[name] for name in ids}, {ids[name] for name in ids if name == "eos_token"}
+    tokens = {name: token for name, token in named.items() if tokenizer.id_of(token) is not None}
+    found = [tokenizer.id_of(tokens["eos_token"])] if "eos_token" in tokens else []
     for source in (config, _content(directory / "generation_config.json")):
-        found = source.get("eos_token_id")
-        ends |= {end for end in (found if isinstance(found, list) else [found]) if type(end) is int}
+        ids = source.get("eos_token_id")
+        found += ids if isinstance(ids, list) else [ids]
+    ends = {end for end in found if type(end) is int}
     names = {name: tokens.pop(name, None) for name in ("bos_token", "eos_token")}
     first, adds_bos, template = tokenizer.first_token, settings.get("add_bos_token"), settings.get("chat_template")
     if adds_bos is None:

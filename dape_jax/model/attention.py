@@ -133,8 +133,9 @@ def attend(
     positions = _positions(q_BTHK.shape[1], k_BSGK.shape[1], q_pos, k_pos, starts_BS)
     mask = Mask(causal, window, row_stride=None if given else 1)
     args = q_BTHK, k_BSGK, v_BSGK, positions, score_mod
-    is_traceable = all(isinstance(leaf, jax.Array | np.ndarray | float) for leaf in jax.tree.leaves(args))
-    return (_attend_compiled if is_traceable else _attend)(chosen, mask, *args)  # else one module is a plain function
+    # A bias or processor that is a plain function is no argument of a compiled function.
+    are_arrays = all(isinstance(leaf, jax.Array | np.ndarray | float) for leaf in jax.tree.leaves(args))
+    return (_attend_compiled if are_arrays else _attend)(chosen, mask, *args)
 
 
 def _attend(

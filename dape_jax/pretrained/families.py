@@ -250,7 +250,7 @@ def _rotary(fields: Fields, max_length: int, base: float = 10_000.0, fraction: f
     if old and new is not None:  # for programs with transformers 4, too
         twice = {"rope_type" if name == "type" else name: value for name, value in old.items()} | {"rope_theta": base}
         are_same = all(name in new and new[name] == value for name, value in twice.items())
-        fields.check(are_same, "rope_scaling", f"must be rope_parameters without rope_theta, which must be {base}")
+        fields.check(are_same, "rope_scaling", f"must be as in rope_parameters, whose rope_theta must be {base}")
     where = f"{CONFIG_FILE}: {'rope_scaling' if new is None else 'rope_parameters'}"
     scaling = Fields((old or {}) if new is None else new, where)
     shared = {

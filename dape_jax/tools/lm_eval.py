@@ -154,6 +154,11 @@ def read_generation_kwargs(gen_kwargs: dict[str, Any], max_length: int) -> Gener
     return GenerationOptions(tuple(stop for stop in until if stop), max_gen_toks, sampling)
 
 
+def _number(option: int | str | None) -> int | None:
+    """Return an option of the harness, which may be text, as a number of 0 or more, or None if it is none."""
+    return int(str(option)) if str(option).isdecimal() else None
+
+
 @register_model("dape_jax")
 class DapeLM(TemplateLM):
     """Trained model behind the harness's interface.
@@ -202,12 +207,11 @@ class DapeLM(TemplateLM):
             has_rope = isinstance(run.model.rotary, Rope)
             max_length = run.train.train_length if has_rope else max(run.evaluation.lengths)
             logger.info("max_length = %d tokens of context and continuation", max_length)
-        self.max_length = int(max_length) if str(max_length).isdecimal() else 0
+        self.max_length = _number(max_length) or 0
         require(self.max_length > 0, "max_length", max_length, "must be a positive number")
-        is_number = str(batch_size).isdecimal() and int(str(batch_size)) > 0
+        self.batch_size = _number(batch_size)
         is_auto = batch_size is None or str(batch_size).partition(":")[0] == "auto"  # auto:N chooses N times
-        require(is_auto or is_number, "batch_size", batch_size, "must be positive, or auto")
-        self.batch_size = int(str(batch_size)) if is_number else None
+        require(is_auto or bool(self.batch_size), "batch_size", batch_size, "must be positive, or auto")
         check(self.info.run.model, max_new_tokens=1, seed=0)
         self._tokenizer = saved_tokenizer(self.info.workdir)
         self.conventions, self._is_chat = saved_conventions(self.info.workdir), False
@@ -218,9 +222,9 @@ class DapeLM(TemplateLM):
             has_one = self._bos is not None or not add_bos_token
             require(has_one, "add_bos_token", add_bos_token, "must be False: the model's tokenizer has no BOS token")
         allowed = f"must be an id of the model, 0 to {run.model.vocab_size - 1}"
-        is_id = str(prefix_token_id).isdecimal() and int(str(prefix_token_id)) < run.model.vocab_size
+        self._prefix = _number(prefix_token_id)
+        is_id = self._prefix is not None and self._prefix < run.model.vocab_size
         require(prefix_token_id is None or is_id, "prefix_token_id", prefix_token_id, allowed)
-        self._prefix = None if prefix_token_id is None else int(prefix_token_id)
         self._mesh, self._params = restore(self.info)
 
     @property

@@ -88,9 +88,10 @@ def find_files(paths: Iterable[str], excluded: Collection[Path] = (), field: str
 def _find_remote(url: str) -> list[InputFile]:
     system, path = fsspec.url_to_fs(url)
     found = system.glob(path, detail=True) if glob.has_magic(path) else system.find(path, detail=True)
+    infos = {name: found[name] or system.info(name) for name in sorted(found)}  # of one https:// file, `find` gives {}
     return [
         InputFile(system.unstrip_protocol(name), info["size"] or 0, system.ukey(name))
-        for name, info in ((name, found[name] or system.info(name)) for name in sorted(found))  # {} of one file (https)
+        for name, info in infos.items()
         if info["type"] == "file" and not os.path.basename(name).startswith(".")
     ]
 
