@@ -15,11 +15,11 @@ from experiments.methods import (
     LONGER_25M,
     RATED,
     RATES,
-    Cell,
     Claim,
     Experiment,
     Less,
     better,
+    cell,
     claim,
     easier_at,
     lengths_from,
@@ -59,7 +59,7 @@ def gains_from_context(train_length: int) -> dict[str, Claim]:
     where, lengths = f"trained at {train_length}, ", to_16384(train_length)[1:]
     helped = {
         f"{where}more context helps {method} at every length (delta above 0)": claim(
-            *(Less(0.0, Cell(method, train_length, length)) for length in lengths)
+            *(Less(0.0, cell(method, train_length, length)) for length in lengths)
         )
         for method in (DAPE1X3, DAPE1X1, "kerple")
     }

@@ -165,30 +165,38 @@ PRESETS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """Result at `length` of a method trained at `train_length`. Lengths are the paper's."""
+class Model(NamedTuple):
+    """Model of an experiment. The size is "" for a task, the task is "" for a text."""
 
     method: str
-    train_length: int
-    length: int
-    size: str = "125m"
-
-
-@dataclasses.dataclass(frozen=True)
-class Score:
-    """Best result of several methods on a task: mean accuracy over lengths beyond training."""
-
-    methods: tuple[str, ...]
+    size: str
     task: str
+    train_length: int
+
+
+class Result(NamedTuple):
+    """Best result of some models: at a length, or for None the mean over the lengths beyond the train length."""
+
+    models: tuple[Model, ...]
+    length: int | None
+
+
+def cell(method: str, train_length: int, length: int, size: str = "125m") -> Result:
+    """Return the result at `length` of one model on a text."""
+    return Result((Model(method, size, "", train_length),), length)
+
+
+def score(methods: tuple[str, ...], task: str, train_length: int = 40) -> Result:
+    """Return the best mean accuracy of several methods on a task."""
+    return Result(tuple(Model(method, "", task, train_length) for method in methods), None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Less:
     """Inequality low < factor * high."""
 
-    low: Cell | Score | float
-    high: Cell | Score | float
+    low: Result | float
+    high: Result | float
     factor: float = 1.0
 
 
@@ -288,7 +296,7 @@ def better(
     `factor`.
     """
     comparisons = (
-        Less(Cell(method, train_length, length, size), Cell(other, train_length, length, size), factor)
+        Less(cell(method, train_length, length, size), cell(other, train_length, length, size), factor)
         for method in names(low)
         for other in names(others)
         for train_length in train_lengths
@@ -299,21 +307,12 @@ def better(
 
 def easier_at(longest: int, methods: Names, train_lengths: tuple[int, ...] = AT) -> Claim:
     """Return the claim that each method is better at `longest` than at its train length."""
-    return claim(*(Less(Cell(name, t, longest), Cell(name, t, t)) for t in train_lengths for name in names(methods)))
+    return claim(*(Less(cell(name, t, longest), cell(name, t, t)) for t in train_lengths for name in names(methods)))
 
 
 def outscores(high: Names, low: Names, tasks: tuple[str, ...], at_least: int | None = None, note: str = "") -> Claim:
     """Return the claim that the best of methods `high` is better than the best of `low`, on each task."""
-    return claim(*(Less(Score(names(low), t), Score(names(high), t)) for t in tasks), at_least=at_least, note=note)
-
-
-class Model(NamedTuple):
-    """Model of an experiment. The size is "" for a task, the task is "" for a text."""
-
-    method: str
-    size: str
-    task: str
-    train_length: int
+    return claim(*(Less(score(names(low), t), score(names(high), t)) for t in tasks), at_least=at_least, note=note)
 
 
 def models_of(experiment: Experiment) -> list[Model]:

@@ -10,17 +10,17 @@ from experiments.methods import (
     DAPE1X3,
     TABLE6_BASELINES,
     TABLE6_DAPE,
-    Cell,
     Claim,
     Experiment,
     Less,
-    Score,
     better,
     beyond,
+    cell,
     claim,
     easier_at,
     lengths_from,
     outscores,
+    score,
     within,
 )
 
@@ -100,7 +100,7 @@ PAPER = {
             ),
             **WIDER_IS_BETTER,
             "RoPE fails at twice the train length: perplexity there is more than doubled": claim(
-                *(Less(Cell("rope", t, t), Cell("rope", t, 2 * t), 0.5) for t in (128, 512))
+                *(Less(cell("rope", t, t), cell("rope", t, 2 * t), 0.5) for t in (128, 512))
             ),
             "the longest length is easier for DAPE1x3-Kerple than the train length": easier_at(8192, DAPE1X3),
         },
@@ -114,17 +114,17 @@ PAPER = {
         step_tokens=32_768,
         claims={
             "DAPE1x3-Kerple trained at 128 is as good as RoPE trained at 4096 (to 2 %), both evaluated at 4096": claim(
-                Less(Cell(DAPE1X3, 128, 4096), Cell("rope", 4096, 4096), 1.02)
+                Less(cell(DAPE1X3, 128, 4096), cell("rope", 4096, 4096), 1.02)
             ),
             "DAPE1x3-Kerple trained at 512 is better than RoPE trained at 4096, both evaluated at 4096": claim(
-                Less(Cell(DAPE1X3, 512, 4096), Cell("rope", 4096, 4096))
+                Less(cell(DAPE1X3, 512, 4096), cell("rope", 4096, 4096))
             ),
             SHORTER_IS_BETTER: claim(
-                *(Less(Cell(method, 128, 128), Cell("rope", 4096, 128)) for method in (DAPE1X3, "rope"))
+                *(Less(cell(method, 128, 128), cell("rope", 4096, 128)) for method in (DAPE1X3, "rope"))
             ),
             "at lengths of 128 to 2048, the best DAPE1x3-Kerple is the one trained at that length": claim(
                 *(
-                    Less(Cell(DAPE1X3, at, at), Cell(DAPE1X3, t, at))
+                    Less(cell(DAPE1X3, at, at), cell(DAPE1X3, t, at))
                     for at in SAME_TOKENS[:-1]
                     for t in SAME_TOKENS
                     if t != at
@@ -166,11 +166,11 @@ PAPER = {
         overrides={"model.processor.leak": True},
         claims={
             "with the leak, perplexity is about 1 (below 1.1) up to 1024": claim(
-                *(Less(Cell(f"dape1x3-{b}", 128, at), 1.1) for b in ADDITIVE for at in lengths_from(128, 1024)),
+                *(Less(cell(f"dape1x3-{b}", 128, at), 1.1) for b in ADDITIVE for at in lengths_from(128, 1024)),
                 note=LEAK_NOTE,
             ),
             "with the leak and Kerple, perplexity is about 1 (below 1.1) up to 8192": claim(
-                *(Less(Cell(DAPE1X3, 128, at), 1.1) for at in lengths_from(128)), note=LEAK_NOTE
+                *(Less(cell(DAPE1X3, 128, at), 1.1) for at in lengths_from(128)), note=LEAK_NOTE
             ),
         },
     ),
@@ -182,16 +182,16 @@ PAPER = {
         metric="delta",
         claims={
             "more context helps DAPE1x3-Kerple at every length (delta above 0)": claim(
-                *(Less(0.0, Cell(DAPE1X3, 512, length)) for length in beyond(512))
+                *(Less(0.0, cell(DAPE1X3, 512, length)) for length in beyond(512))
             ),
             "it helps DAPE1x3-Kerple more than DAPE-Kerple (1x1)": better(
                 DAPE1X1, DAPE1X3, (512,), beyond
             ),  # a lower delta is worse
             "more context harms RoPE at every length (delta below 0)": claim(
-                *(Less(Cell("rope", 512, length), 0.0) for length in beyond(512))
+                *(Less(cell("rope", 512, length), 0.0) for length in beyond(512))
             ),
             "more context harms Kerple at the longest length (delta below 0)": claim(
-                Less(Cell("kerple", 512, 8192), 0.0)
+                Less(cell("kerple", 512, 8192), 0.0)
             ),
         },
     ),
@@ -244,7 +244,7 @@ PAPER = {
             ),
             "with most tasks and biases, DAPE with one of the kernel sizes 1 and 3 is better than without DAPE": claim(
                 *(
-                    Less(Score((bias,), task), Score((f"dape1x1-{bias}", f"dape1x3-{bias}"), task))
+                    Less(score((bias,), task), score((f"dape1x1-{bias}", f"dape1x3-{bias}"), task))
                     for bias in ADDITIVE
                     for task in PRINTED_TASKS
                 ),
@@ -264,7 +264,7 @@ PAPER = {
         claims={
             NEARER_TIMES: claim(
                 *(
-                    Less(Cell(DAPE1X3, 512, 512, size), Cell("kerple", 512, 512, size), 1 / ratio)
+                    Less(cell(DAPE1X3, 512, 512, size), cell("kerple", 512, 512, size), 1 / ratio)
                     for size, ratio in (("350m", 0.75), ("2.7b", 0.82), ("6.7b", 0.89))
                 )
             )

@@ -1,7 +1,6 @@
 """Compare finished runs with the paper's claims. In: `runs.py`. Out, under the directory of the results:
 
     README.md                 verdicts, tables and figures of all experiments
-    gains.json, gain.png      gain of DAPE over all experiments
     EXPERIMENT/report.json    verdicts and results of one experiment, by group
     EXPERIMENT/figure.png     its curves, and the paper's
 
@@ -20,9 +19,8 @@ from dape_jax.evaluation.report import FIXED_BELOW, json_values, markdown_table
 from dape_jax.files import write_json
 from dape_jax.tasks import TASKS
 from experiments.catalogue import EXPERIMENTS
-from experiments.gains import gains
-from experiments.methods import NOT_IN_PAPER, Cell, Claim, Less, Score
-from experiments.plots import UNITS, experiment_figure, gain_figure, write_png
+from experiments.methods import NOT_IN_PAPER, Claim, Less, Result
+from experiments.plots import UNITS, experiment_figure, write_png
 from experiments.runs import Group, Series, lookup_in, mean_of, paper_groups, read_groups
 from experiments.verdicts import (
     MIN_SEEDS,
@@ -32,7 +30,6 @@ from experiments.verdicts import (
     describe,
     difference,
     format_difference,
-    in_units,
     judge,
     unbroken,
 )
@@ -49,17 +46,13 @@ def write(results: Path) -> Path:
     groups = read_groups(results)
     allowed = "must be a directory with finished runs (python -m experiments run)"
     require(bool(groups), "--results", str(results), allowed)
-    if found := gains(groups):
-        write_png(results / "gain.png", gain_figure(found))
-        write_json(results / "gains.json", {"gains": json_values([vars(each) for each in found])})
     contents = [(group, _content(group)) for group in groups]
     for name in dict.fromkeys(group.experiment for group in groups):
         ours = [(group, content) for group, content in contents if group.experiment == name]
         write_json(results / name / "report.json", json_values({group.name: content for group, content in ours}))
         write_png(results / name / "figure.png", experiment_figure([group for group, _ in ours]))
     claims = [(group, claim) for group, content in contents for claim in content["claims"]]
-    lines = [INTRODUCTION, "", *(GAIN, "", "![gain](gain.png)", "") * bool(found), *_readme(groups, claims)]
-    (results / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (results / "README.md").write_text("\n".join(_readme(groups, claims)) + "\n", encoding="utf-8")
     return results / "README.md"
 
 
@@ -73,9 +66,11 @@ def _content(group: Group) -> Content:
 
 def _described(series: Series) -> Content:
     """Return the fields of a series, without its samples, which are in the runs; of a task with the means."""
-    fields = vars(series) | {"samples": {}}
-    means = {"within": series.means(beyond=False), "beyond": series.means(beyond=True)} if series.task else {}
-    return {name: value for name, value in (fields | means).items() if value not in ("", {})}
+    fields = series.model._asdict() | {name: value for name, value in vars(series).items() if name != "model"}
+    fields |= {"samples": {}}
+    if series.model.task:
+        fields |= {"within": series.means(beyond=False), "beyond": series.means(beyond=True)}
+    return {name: value for name, value in fields.items() if value not in ("", {})}
 
 
 def _claim(group: Group, text: str, claim: Claim, item: Judgement) -> Content:
@@ -86,13 +81,12 @@ def _claim(group: Group, text: str, claim: Claim, item: Judgement) -> Content:
     metric = EXPERIMENTS[group.experiment].metric
 
     def describe_in(less: Less, *, with_length: bool = True) -> str:
-        return describe(less, metric, divisor=group.divisor, sizes=group.sizes, with_length=with_length)
+        return describe(less, metric, group.preset, with_length=with_length)
 
     def numbers(found: Difference) -> Content:
-        *values, _ = in_units(found, metric)
-        return dict(zip(("difference", "low", "high"), values, strict=True)) | {"seeds": found.num_seeds}
+        return {"difference": found.mean, "low": found.low, "high": found.high, "seeds": found.num_seeds}
 
-    less, (*_, unit) = item.deciding.less, in_units(item.deciding, metric)
+    less, unit = item.deciding.less, item.deciding.unit
     content |= {"holding": item.num_pairs("holds"), "contradicted": item.num_pairs("contradicted"), "unit": unit}
     content |= {"deciding": describe_in(less)} | numbers(item.deciding)
     content["pairs"] = [
@@ -102,23 +96,11 @@ def _claim(group: Group, text: str, claim: Claim, item: Judgement) -> Content:
         for pair in item.pairs
     ]
     papers = {paper.data: difference(less, lookup_in(paper), metric) for paper in paper_groups(group.experiment)}
-    shown = {text: format_difference(*in_units(each, metric)) for text, each in papers.items() if each is not None}
-    return content | {"paper": shown, "minutes": _minutes(group, claim)}
-
-
-def _minutes(group: Group, claim: Claim) -> float:
-    """Return the time that the runs which a claim compares took, over all seeds."""
-    compared = set()
-    for side in (side for less in claim.comparisons for side in (less.low, less.high)):
-        if isinstance(side, Cell):
-            compared.add((side.method, side.size, side.train_length))
-        elif isinstance(side, Score):
-            compared |= {(method, side.task) for method in side.methods}
-    return sum(
-        series.seconds / 60
-        for series in group.series
-        if compared & {(series.method, series.size, series.train_length), (series.method, series.task)}
-    )
+    content["paper"] = {text: str(each) for text, each in papers.items() if each is not None}
+    sides = (side for less in claim.comparisons for side in (less.low, less.high))
+    compared = {model for side in sides if isinstance(side, Result) for model in side.models}
+    # The time that the compared runs took, over all seeds.
+    return content | {"minutes": sum(series.seconds / 60 for series in group.series if series.model in compared)}
 
 
 INTRODUCTION = """# The paper's experiments, reproduced
@@ -130,12 +112,6 @@ table 6 it is `configs/che.py` with fewer and smaller steps. The preset `converg
 per parameter, on a corpus of `experiments/corpora.py`; the preset `25m` is `configs/paper.py` with 25 M parameters.
 Sizes xs, s, m and l replace the paper's 125m, 350m, 2.7b and 6.7b. The presets test whether a claim holds at that
 scale; they do not reproduce the paper's numbers."""
-
-GAIN = """## What DAPE gains
-
-Perplexity with DAPE divided by perplexity without, on the same windows and seeds; numbers in `gains.json`. FIRE's
-official settings depend on DAPE, so the ratios to FIRE are not due to DAPE alone. A point without an interval has one
-seed. Intervals wider than the axes are cut."""
 
 VERDICTS_TEXT = f"""## Verdicts
 
@@ -156,7 +132,7 @@ VERDICT_HEADER = [
 
 
 def _readme(groups: Sequence[Group], claims: Sequence[tuple[Group, Content]]) -> list[str]:
-    """Return the lines of README.md on the verdicts, and those on each experiment."""
+    """Return the lines of README.md."""
     sections, notes = [], defaultdict(list)
     for name, experiment in EXPERIMENTS.items():
         for text, claim in experiment.claims.items():
@@ -170,7 +146,7 @@ def _readme(groups: Sequence[Group], claims: Sequence[tuple[Group, Content]]) ->
                 sections += ["", _tables(paper, ", ".join(filter(None, ("**Paper**", paper.data))))]
     noted = [f"- {note} Claims: {'; '.join(claims)}." for note, claims in notes.items() if note]
     return [
-        *(VERDICTS_TEXT, "", "### Claims of the paper", "", *_verdicts(claims, in_paper=True)),
+        *(INTRODUCTION, "", VERDICTS_TEXT, "", "### Claims of the paper", "", *_verdicts(claims, in_paper=True)),
         *("", "### Questions that the paper leaves open", "", *_verdicts(claims, in_paper=False)),
         *("", "### Claims with pairs of different verdicts", "", *_parts(claims)),
         *("", "### Notes on claims", "", *noted, *sections),
@@ -262,12 +238,13 @@ def _tables(group: Group, whose: str) -> str:
 def _text_rows(group: Group) -> list[list[str]]:
     """Return header and rows: one row per model, one column per length; sizes and numbers of seeds if they differ."""
     lengths = group.lengths
-    has_sizes = len({series.size for series in group.series}) > 1
+    has_sizes = len({series.model.size for series in group.series}) > 1
     has_seeds = len({len(series.values) for series in group.series}) > 1
     lengths_here = [str(length // group.divisor) for length in lengths]
     rows = [["method", *["size"] * has_sizes, "trained at", *["seeds"] * has_seeds, *lengths_here]]
     for series in group.series:
-        names = [series.method, *[group.sizes[series.size]] * has_sizes, str(series.train_length // group.divisor)]
+        method, size, _, train_length = series.model
+        names = [method, *[group.sizes[size]] * has_sizes, str(train_length // group.divisor)]
         names += [str(len(series.values))] * has_seeds
         rows.append(names + [format_spread(series.over_seeds(length)) for length in lengths])
     return rows
@@ -275,10 +252,10 @@ def _text_rows(group: Group) -> list[list[str]]:
 
 def _task_rows(group: Group, *, beyond: bool) -> list[list[str]]:
     """Return header and rows: one row per task, one column for chance and one per method."""
-    means = {(series.method, series.task): series.means(beyond=beyond) for series in group.series}
+    means = {(series.model.method, series.model.task): series.means(beyond=beyond) for series in group.series}
     methods = [m for m in EXPERIMENTS[group.experiment].methods if any(m == found for found, _ in means)]
     rows = [["task", "level", "chance", *methods]]
-    for task in dict.fromkeys(series.task for series in group.series):
+    for task in dict.fromkeys(task for _, task in means):
         cells = [format_spread(list(means.get((method, task), {}).values())) or "not run" for method in methods]
         rows.append([task, TASKS[task].level, f"{100 * TASKS[task].random_accuracy:.0f}", *cells])
     return rows

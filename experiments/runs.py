@@ -26,7 +26,7 @@ from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, read_run
 from dape_jax.evaluation.report import FIXED_BELOW
 from dape_jax.files import json_digest, write_atomically
 from experiments.catalogue import EXPERIMENTS
-from experiments.methods import NOT_IN_PAPER, PRESETS, Cell, Model, Score, length_divisor, models_of, paper_tables
+from experiments.methods import NOT_IN_PAPER, PRESETS, Model, Result, length_divisor, models_of, paper_tables
 from experiments.verdicts import Lookup, Sample, is_log
 
 if sys.version_info >= (3, 14):
@@ -119,16 +119,13 @@ def add_run(results: Path, experiment: str, group: str, name: str, run: Run) -> 
 class Series:
     """Results of one model by seed and length. Accuracies are in per cent.
 
-    `size` is "" for a task, `task` is "" for a text. Claims are judged by the samples. `train_flops` is None and
+    Claims are judged by the samples, by seed and by the length of a `methods.Result`. `train_flops` is None and
     `num_steps` is 0 if unknown. `seconds` is the time that training and evaluation took, over all seeds.
     """
 
-    method: str
-    size: str
-    task: str
-    train_length: int
+    model: Model
     values: dict[int, dict[int, float]]
-    samples: dict[int, dict[int, Sample]] = dataclasses.field(default_factory=dict)
+    samples: dict[int, dict[int | None, Sample]]
     train_flops: float | None = None
     num_steps: int = 0
     seconds: float = 0.0
@@ -145,7 +142,7 @@ class Series:
     def means(self, *, beyond: bool) -> dict[int, float]:
         """Return the mean by seed of the values at lengths above the train length, or at the others."""
         chosen = {
-            seed: [value for length, value in of_seed.items() if (length > self.train_length) == beyond]
+            seed: [value for length, value in of_seed.items() if (length > self.model.train_length) == beyond]
             for seed, of_seed in self.values.items()
         }
         return {seed: fmean(values) for seed, values in chosen.items() if values}
@@ -208,11 +205,10 @@ def _group(name: str, group: str, runs: dict[str, Run]) -> Group:
     for model in (model for model in models_of(experiment) if model in by_model):
         of_model = by_model[model]
         results = {run["seed"]: measured(run, experiment.metric, divisor) for run in of_model}
-        values = {seed: of_seed for seed, (of_seed, _) in results.items()}
-        samples = {seed: of_seed for seed, (_, of_seed) in results.items()}
+        values = {seed: found for seed, (found, _) in results.items()}
+        samples = {seed: found for seed, (_, found) in results.items()}
         flops, num_steps = of_model[-1].get("train_flops"), of_model[-1]["config"]["train"]["num_steps"]
-        seconds = sum(run["wall_seconds"] for run in of_model)
-        series.append(Series(*model, values, samples, flops, num_steps, seconds))
+        series.append(Series(model, values, samples, flops, num_steps, sum(run["wall_seconds"] for run in of_model)))
     facts: dict[str, list[Any]] = {field: sorted({json.dumps(run[field]) for run in stored}) for field in PROVENANCE}
     facts["wall_seconds"] = [run["wall_seconds"] for run in stored]
     if experiment.tasks:
@@ -221,16 +217,15 @@ def _group(name: str, group: str, runs: dict[str, Run]) -> Group:
     return Group(name, preset, data, facts, series)
 
 
-def measured(run: Run, metric: str, divisor: int) -> tuple[dict[int, float], dict[int, Sample]]:
-    """Return the results of a run by the paper's length, and their samples: a row for each window or step.
-
-    A task has no samples, because its lengths are the units of the bootstrap.
-    """
+def measured(run: Run, metric: str, divisor: int) -> tuple[dict[int, float], dict[int | None, Sample]]:
+    """Return the results of a run by the paper's length, and their samples: a row for each window, step or length."""
     if metric == "step_ms":
         times, at = np.array(run["step_ms_each"], float), divisor * run["train_length"]
         return {at: float(run["step_ms"])}, {at: Sample(tuple(range(len(times))), np.log(times)[:, None])}
     if metric == "accuracy":
-        return {result["length"]: 100 * result["accuracy"] for result in run["lengths"]}, {}
+        values = {result["length"]: 100 * result["accuracy"] for result in run["lengths"]}
+        beyond = {at: value for at, value in values.items() if at > run["train_length"]}
+        return values, {None: Sample(tuple(beyond), np.array(list(beyond.values()))[:, None])} if beyond else {}
     units, rows = tuple(run["documents"]), dict[int, np.ndarray]()
     for result in run["lengths"]:
         tokens_each = result["num_tokens"] / result["num_windows"]
@@ -250,25 +245,14 @@ def mean_of(values: Sequence[float]) -> float:
 
 def lookup_in(group: Group) -> Lookup:
     """Return the function that looks up samples in a group."""
+    by_model = {series.model: series.samples for series in group.series}
 
-    def lookup(side: Cell | Score) -> dict[int, list[Sample]]:
-        if isinstance(side, Cell):
-            model = (side.method, side.size, side.train_length)
-            found = [item.samples for item in group.series if (item.method, item.size, item.train_length) == model]
-            return {seed: [of[side.length]] for by_seed in found for seed, of in by_seed.items() if side.length in of}
-        series = [item for item in group.series if item.task == side.task and item.method in side.methods]
-        if len(series) < len(side.methods):  # needs the results of all methods
-            return {}
-        seeds = set.intersection(*(set(item.means(beyond=True)) for item in series))
-        return {seed: [_beyond(item, seed) for item in series] for seed in seeds}
+    def lookup(result: Result) -> dict[int, list[Sample]]:
+        samples = [by_model.get(model, {}) for model in result.models]
+        seeds = set.intersection(*({seed for seed, of in each.items() if result.length in of} for each in samples))
+        return {seed: [each[seed][result.length] for each in samples] for seed in seeds}
 
     return lookup
-
-
-def _beyond(series: Series, seed: int) -> Sample:
-    """Return the accuracies at lengths beyond the train length."""
-    chosen = {at: value for at, value in series.values[seed].items() if at > series.train_length}
-    return Sample(tuple(chosen), np.array(list(chosen.values()))[:, None])
 
 
 def paper_groups(name: str) -> list[Group]:
@@ -279,17 +263,12 @@ def paper_groups(name: str) -> list[Group]:
     experiment, tables, batch = EXPERIMENTS[name], paper_tables(), PRESETS["paper"].batch
     if experiment.overrides or experiment.source == NOT_IN_PAPER:
         return []
-    if experiment.tasks:
-        table = tables["table6"]
-        printed = {row["task"]: dict(zip(table["methods"], row["accuracy"], strict=True)) for row in table["tasks"]}
-        series = [
-            Series(*model, {0: {max(PRESETS["paper"].on_tasks.lengths): printed[model.task][model.method]}})
-            for model in models_of(experiment)
-            if model.task in printed
-        ]
-        return [Group(name, "paper", "", {}, series)]
+    curves = defaultdict[str, dict[Model, dict[int, float]]](lambda: defaultdict(dict))
+    table6, longest = tables["table6"], max(PRESETS["paper"].on_tasks.lengths)
+    for row in table6["tasks"] if experiment.tasks else ():
+        for method, accuracy in zip(table6["methods"], row["accuracy"], strict=True):
+            curves[""][Model(method, "", row["task"], experiment.train_lengths[0])] = {longest: accuracy}
     assert batch is not None
-    curves: dict[str, dict[Model, dict[int, float]]] = {"arxiv": defaultdict(dict), "books3": defaultdict(dict)}
     for curve in tables["curves"]:
         # If the paper uses equal tokens per step at all train lengths, only train length 128 has the usual batch size.
         usual = batch * curve["train_length"]
@@ -298,13 +277,13 @@ def paper_groups(name: str) -> list[Group]:
             model = Model(curve["method"], curve["size"], "", curve["train_length"])
             curves[curve["dataset"]][model] |= {int(length): value for length, value in curve["values"].items()}
     groups = []
-    for text, of_text in curves.items():
+    for text, of_text in sorted(curves.items()):
         series = []
         for model in (model for model in models_of(experiment) if model in of_text):
             samples = {
-                at: Sample.of_value(math.log(value) if is_log(experiment.metric) else value)
+                None if model.task else at: Sample.of_value(math.log(value) if is_log(experiment.metric) else value)
                 for at, value in of_text[model].items()
             }
-            series.append(Series(*model, {0: of_text[model]}, {0: samples}))
+            series.append(Series(model, {0: of_text[model]}, {0: samples}))
         groups += [Group(name, "paper", text, {}, series)] if series else []
     return groups

@@ -20,13 +20,13 @@ underestimate the spread. For step times the units that are drawn are steps, for
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from dape_jax.errors import InputError
-from experiments.methods import PRESETS, Cell, Claim, Less, Score
+from experiments.methods import PRESETS, Claim, Less, Result
 
 Verdict = Literal["holds", "contradicted", "undecided", "not tested"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -67,12 +67,12 @@ class Sample:
 
 
 # Maps one side of a comparison to its samples by seed; the largest of them counts. Empty if there is no result.
-Lookup = Callable[[Cell | Score], dict[int, list[Sample]]]
+Lookup = Callable[[Result], dict[int, list[Sample]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Difference low - factor * high of a comparison; of logarithms for perplexities and times.
+    """Difference low - factor * high of a comparison: in per cent of the latter for perplexities and times.
 
     `p_less` is the p-value of "the difference is not below 0", `p_more` of "it is not above 0". They and the interval
     are NaN with one seed. If a model diverged, the interval is NaN, and the p-values are 0 or 1.
@@ -85,6 +85,10 @@ class Difference:
     p_less: float
     p_more: float
     num_seeds: int  # seeds of both sides
+    unit: str  # "%" or ""
+
+    def __str__(self):
+        return format_difference(self.mean, self.low, self.high, self.unit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +125,8 @@ def judge(claim: Claim, lookup: Lookup, metric: str) -> Judgement:
         found = difference(each, lookup, metric)
         if found is None or found.num_seeds < MIN_SEEDS:
             return Judgement("not tested", (), None)
-        by_models.setdefault(tuple(map(_model, (each.low, each.high))), []).append(found)
+        models = (side.models if isinstance(side, Result) else side for side in (each.low, each.high))
+        by_models.setdefault(tuple(models), []).append(found)
     if not by_models:
         return Judgement("not tested", (), None)
     pairs = by_models.values()
@@ -132,11 +137,6 @@ def judge(claim: Claim, lookup: Lookup, metric: str) -> Judgement:
     weakest = [max(pair, key=_weakness) for pair in pairs]
     of_pairs = tuple(Pair(each, _verdict(*found)) for each, *found in zip(weakest, holds, contradicted, strict=True))
     return Judgement(verdict, of_pairs, sorted(weakest, key=_weakness)[needed - 1])
-
-
-def _model(side: Cell | Score | float) -> Any:
-    """Return the model of a side, without the length."""
-    return dataclasses.replace(side, length=0) if isinstance(side, Cell) else side
 
 
 def _weakness(found: Difference) -> tuple[float, float]:
@@ -166,7 +166,7 @@ def difference(less: Less, lookup: Lookup, metric: str) -> Difference | None:
     Raises:
         InputError: the two sides were scored on different windows.
     """
-    sides = [lookup(side) if isinstance(side, Cell | Score) else side for side in (less.low, less.high)]
+    sides = [lookup(side) if isinstance(side, Result) else side for side in (less.low, less.high)]
     measured = [side for side in sides if isinstance(side, dict)]
     seeds = sorted(set.intersection(*map(set, measured)))
     if not seeds:
@@ -177,6 +177,13 @@ def difference(less: Less, lookup: Lookup, metric: str) -> Difference | None:
     rng = np.random.default_rng(0)
     counts = _draw(rng, len(set(units)))
     drawn, found = np.zeros(DRAWS), np.zeros(len(seeds))
+
+    def result(mean: float, low: float, high: float, p_less: float, p_more: float) -> Difference:
+        unit = "%" if is_log(metric) else ""
+        if unit:
+            mean, low, high = (100 * (math.inf if n > 700 else math.expm1(n)) for n in (mean, low, high))
+        return Difference(less, mean, low, high, p_less, p_more, len(seeds), unit)
+
     with np.errstate(all="ignore"):  # models that diverged
         for index, seed in enumerate(seeds):
             low, high = (_side(side, seed, counts, metric) for side in sides)
@@ -184,14 +191,13 @@ def difference(less: Less, lookup: Lookup, metric: str) -> Difference | None:
             found[index], drawn = low_minus_high[-1], drawn + low_minus_high[:-1] / len(seeds)
         mean = float(np.mean(found))
         if not np.isfinite(found).all():  # NaN cannot be compared; infinite losses can
-            below, above = bool((found < 0).all()), bool((found > 0).all())
-            return Difference(less, mean, math.nan, math.nan, float(not below), float(not above), len(seeds))
+            return result(mean, math.nan, math.nan, float(not (found < 0).all()), float(not (found > 0).all()))
         if len(seeds) == 1:
-            return Difference(less, mean, math.nan, math.nan, math.nan, math.nan, 1)
+            return result(mean, math.nan, math.nan, math.nan, math.nan)
         drawn += rng.standard_t(len(seeds) - 1, DRAWS) * np.std(found, ddof=1) / math.sqrt(len(seeds))
         low, high = np.quantile(drawn, [LEVEL / 2, 1 - LEVEL / 2])
         p_less, p_more = (float((1 + np.sum(reversed_)) / (1 + DRAWS)) for reversed_ in (drawn >= 0, drawn <= 0))
-    return Difference(less, mean, float(low), float(high), p_less, p_more, len(seeds))
+    return result(mean, float(low), float(high), p_less, p_more)
 
 
 def _draw(rng: np.random.Generator, num_units: int) -> np.ndarray:
@@ -205,42 +211,27 @@ def is_log(metric: str) -> bool:
     return metric in ("perplexity", "step_ms")
 
 
-def describe(
-    less: Less,
-    metric: str,
-    *,
-    divisor: int = 1,
-    sizes: Mapping[str, str] = PRESETS["paper"].sizes,
-    with_length: bool = True,
-) -> str:
-    """Return the two sides of a comparison, "against" for a ratio; lengths are divided by `divisor`.
+def describe(less: Less, metric: str, preset: str = "paper", *, with_length: bool = True) -> str:
+    """Return the two sides of a comparison, "against" for a ratio, with the lengths and sizes of a preset.
 
-    `sizes` has names for the paper's sizes; the paper's 125m, the usual size, is left out. Without lengths a model that
-    is compared with itself is named once.
+    The paper's 125m, the usual size, is left out. Without lengths a model that is compared with itself is named once.
     """
+    divisor, sizes = PRESETS[preset].length_divisor, PRESETS[preset].sizes
 
-    def name(side: Cell | Score | float) -> str:
-        if isinstance(side, Score):
-            methods = side.methods if len(side.methods) < 3 else (f"the best of {len(side.methods)}",)
-            return f"{' or '.join(methods)} on {side.task}"
-        if isinstance(side, Cell):
-            size = "" if side.size == "125m" else f" {sizes[side.size]}"
-            model = f"{side.method}{size} T{side.train_length // divisor}"
-            return f"{model} at {side.length // divisor}" if with_length else model
-        return f"{side:g}"
+    def name(side: Result | float) -> str:
+        if not isinstance(side, Result):
+            return f"{side:g}"
+        (method, size, task, train_length), *others = side.models
+        if task:
+            methods = (model.method for model in side.models)
+            return f"{' or '.join(methods) if len(others) < 2 else f'the best of {1 + len(others)}'} on {task}"
+        model = f"{method}{'' if size == '125m' else f' {sizes[size]}'} T{train_length // divisor}"
+        return model if side.length is None or not with_length else f"{model} at {side.length // divisor}"
 
     factor = "" if less.factor == 1 else f"{less.factor:.2f} x "
     word = "against" if is_log(metric) else "minus"
     low, high = name(less.low), name(less.high)
     return low if low == f"{factor}{high}" else f"{low} {word} {factor}{high}"
-
-
-def in_units(found: Difference, metric: str) -> tuple[float, float, float, str]:
-    """Return mean, low, high and unit of a difference: in per cent for logarithms, otherwise as the metric is."""
-    if not is_log(metric):
-        return found.mean, found.low, found.high, ""
-    mean, low, high = (100 * (math.inf if n > 700 else math.expm1(n)) for n in (found.mean, found.low, found.high))
-    return mean, low, high, "%"
 
 
 # Spaces at which no line is broken: inside an interval, beside a unit, between two numbers.

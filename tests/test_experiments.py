@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tiny
 
@@ -19,13 +18,12 @@ from dape_jax.evaluation.report import json_values
 from dape_jax.model.transformer import model_structure
 from dape_jax.tasks import CHE as TASKS
 from experiments import __main__ as experiments_main
-from experiments import gains, methods, plots, report, run, runs, verdicts
+from experiments import methods, plots, report, run, runs, verdicts
 from experiments.catalogue import EXPERIMENTS
-from experiments.methods import METHODS, PRESETS, Cell, Experiment, Less, Preset, Score, TaskPreset, claim
+from experiments.methods import METHODS, PRESETS, Experiment, Less, Preset, Result, TaskPreset, cell, claim, score
 from experiments.run import PlannedRun, Run, config_of, run_experiment, runs_of
 from experiments.runs import Group, Series, add_run, paper_groups, read_groups, read_lines, read_runs, write_lines
 from experiments.settings import Settings
-from experiments.verdicts import Sample
 
 pytestmark = pytest.mark.extra
 
@@ -111,16 +109,15 @@ def test_claims_compare_results_of_runs():
         planned = runs_with_one_seed(name, experiment.presets[-1])
         divisor = methods.length_divisor(experiment, experiment.presets[-1])
         measured = {
-            Cell(item.model.method, item.model.train_length, length * divisor, item.model.size)
+            (item.model, None if item.model.task else length * divisor)
             for item in planned
             for length in item.lengths
             if not (experiment.metric == "delta" and length == item.train_length)
         }
-        scored = {(item.model.method, item.model.task) for item in planned}
         claims = experiment.claims.values()
         sides = {side for claim in claims for less in claim.comparisons for side in (less.low, less.high)}
-        assert {side for side in sides if isinstance(side, Cell)} <= measured
-        assert {(m, side.task) for side in sides if isinstance(side, Score) for m in side.methods} <= scored
+        results = [side for side in sides if isinstance(side, Result)]
+        assert {(model, side.length) for side in results for model in side.models} <= measured
         assert all(0 < (claim.at_least or 1) <= len(claim.comparisons) for claim in claims)
     assert set(METHODS) == {method for experiment in EXPERIMENTS.values() for method in experiment.methods}
 
@@ -225,8 +222,8 @@ def test_committed_reports_are_those_of_the_committed_runs():
 
 # ---- running
 
-CLAIM = {"ALiBi is within ten times Kerple": claim(Less(Cell("alibi", 16, 32), Cell("kerple", 16, 32), 10.0))}
-TASK_CLAIM = {"ALiBi is better": claim(Less(Score(("kerple",), "even_pairs"), Score(("alibi",), "even_pairs")))}
+CLAIM = {"ALiBi is within ten times Kerple": claim(Less(cell("alibi", 16, 32), cell("kerple", 16, 32), 10.0))}
+TASK_CLAIM = {"ALiBi is better": claim(Less(*(score((method,), "even_pairs", 4) for method in ("kerple", "alibi"))))}
 SIZES = {"model.num_layers": 1, "model.width": 16, "model.num_heads": 2, "train.validation_batches": 1}
 
 
@@ -465,7 +462,7 @@ def test_experiments_are_listed_and_shown(capsys):
 def test_every_experiment_is_drawn_with_a_style_for_each_curve_and_the_papers_curves():
     for name, experiment in EXPERIMENTS.items():
         series = [
-            Series(*model, {0: {model.train_length: 2.0 + n, 2 * model.train_length: 3.0 + n}})
+            Series(model, {0: {model.train_length: 2.0 + n, 2 * model.train_length: 3.0 + n}}, {})
             for n, model in enumerate(methods.models_of(experiment))
         ]
         group = Group(name, "small", "" if experiment.tasks else "stdlib", {"commit": ["0"]}, series)
@@ -498,40 +495,3 @@ def test_a_method_has_one_style_in_every_figure():
     )
     assert one[0] == one[1] != other[0] == other[1]
     assert len(one[0]) == len(other[0]) == 1
-
-
-# ---- gains
-
-
-def group_of(experiment: str, *series: Series) -> Group:
-    return Group(experiment, "small", "stdlib", {"wall_seconds": [1.0]}, list(series))
-
-
-def test_gains_are_ratios_of_perplexities():
-    bases = {method: gains.base_of(method) for method in METHODS}
-    assert bases["dape1x3-kerple"] == bases["dape1x11-kerple"] == "kerple"
-    assert bases["dape1x3-kerple-window"] == "kerple-window"
-    assert bases["kerple"] is bases["rope"] is bases["fire-as-with-dape"] is bases["dape1x1-kerple-c64"] is None
-    noise = np.random.default_rng(0).normal(0, 0.3, (3, 40, 1))  # of seeds and documents, equally for both models
-
-    def series_of(method: str, nats: dict[int, float]) -> Series:
-        samples = {
-            seed: {at: Sample(tuple(range(40)), mean + noise[seed]) for at, mean in nats.items()} for seed in range(3)
-        }
-        return Series(method, "125m", "", 512, {}, samples=samples)
-
-    base = series_of("kerple", {512: 2.0, 4096: 2.0, 8192: 2.0})
-    better = series_of("dape1x3-kerple", {512: 2.0 + math.log(0.9), 4096: 2.0 + math.log(0.5), 8192: 1.0})
-    fewer = dataclasses.replace(better, samples={0: better.samples[0]})
-    found = gains.gains([group_of("table5", fewer, base), group_of("fig2", better, base)])
-    assert [(each.base, each.where, each.factor, each.num_seeds) for each in found] == [
-        ("kerple", "small, stdlib, T = 128", 1, 3),
-        ("kerple", "small, stdlib, T = 128", 8, 3),
-    ]
-    assert [each.ratio for each in found] == pytest.approx([0.9, 0.5])
-    assert all(each.low == pytest.approx(each.ratio) and each.high == pytest.approx(each.ratio) for each in found)
-    assert gains.gains([group_of("fig6", better, base), group_of("fig3", better, base)]) == []  # other settings
-    figure = plots.gain_figure([*found, dataclasses.replace(found[0], method="dape1x1-rope", where="other")])
-    lines = [[line for line in axes.get_lines() if line.get_marker() == "o"] for axes in figure.axes]
-    points = [[(x.get_xdata()[0], x.get_ydata()[0]) for x in of_axes if len(x.get_xdata())] for of_axes in lines]
-    assert points == [[(pytest.approx(0.9), 3), (pytest.approx(0.9), 1)], [(pytest.approx(0.5), 3)], []]
