@@ -31,7 +31,7 @@ from dape_jax.command_line import flag
 from dape_jax.data.store import TokenStore
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import require
-from dape_jax.evaluation.perplexity import ScoredWindow, compile_lengths, score_windows
+from dape_jax.evaluation.perplexity import Window, compile_lengths, score_windows
 from dape_jax.evaluation.statistics import NllByLength
 from dape_jax.evaluation.trained import restore
 from dape_jax.model.processors import DapeConfig
@@ -78,7 +78,7 @@ def make_needle(number: int, tokenizer: Tokenizer) -> Needle:
 
 
 @dataclasses.dataclass(frozen=True)
-class NeedleWindow(ScoredWindow):
+class NeedleWindow(Window):
     """Window with a question at its end, and its needle at a depth, or without the needle if the depth is None."""
 
     needle: Needle
@@ -106,7 +106,7 @@ def without_update(params: Params) -> Params:
 
 
 def measure(
-    study: Study, needles: list[Needle], depths: list[float], score: Callable[[list[ScoredWindow]], NllByLength]
+    study: Study, needles: list[Needle], depths: list[float], score: Callable[[list[Window]], NllByLength]
 ) -> list[dict[str, Any]]:
     """Return the results of one model at every length and depth; `score` returns the loss of windows by length."""
     nats: dict[float | None, dict[int, np.ndarray]] = {}

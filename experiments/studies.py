@@ -10,7 +10,7 @@ from jaxtyping import Float64, Int
 from dape_jax.config import RunConfig
 from dape_jax.data.store import TokenStore
 from dape_jax.evaluation import report
-from dape_jax.evaluation.perplexity import ScoredWindow, choose_windows, common_text
+from dape_jax.evaluation.perplexity import Window, choose_windows, common_text
 from dape_jax.evaluation.statistics import over_seeds
 from dape_jax.evaluation.trained import TrainedModel, named_apart, read_trained
 from dape_jax.provenance import make_results_directory
@@ -24,7 +24,7 @@ class Study:
     models: list[TrainedModel[RunConfig]]
     store: TokenStore
     data_digest: str
-    windows: list[ScoredWindow]
+    windows: list[Window]
     directory: epath.Path  # of the results
 
     @property

@@ -137,7 +137,7 @@ def test_bytes_of_the_scored_tokens_are_counted():
     store = store_of([40, 40])
     windows = choose_windows(store, 16, 4)
     for window in windows:
-        assert window.scored(5) == slice(-5, None)
+        assert window.scored(16, 5) == slice(11, 16)
     num_bytes = perplexity.scored_bytes(store, windows, 16, 5)
     assert num_bytes == 5 * [window.document for window in windows].count(0) > 0
     scores = statistics.scores_by_length(np.arange(4), {16: np.full((4, 5), math.log(2))})._replace(
@@ -278,7 +278,7 @@ def test_figures_leave_out_points_that_cannot_be_drawn(value):
     ends = [dict.fromkeys(("perplexity", "low", "high"), each) | counts for each in (3.0, value)]
     run = {"name": "_a_$^$", "train_length": 16, "last_tokens": 16}
     run |= {"lengths": [{"length": length} | each for length, each in zip((16, 64), ends, strict=True)]}
-    _, rows, figure = figures.perplexity_table([run])
+    _, (_, rows, figure) = figures.table_of("lengths", [run], Options())
     assert report.number(value) in rows[1][2]
     (line,) = [
         each for each in figure.axes[0].get_lines() if len(each.get_ydata()) == 2 and each.get_marker() != "None"

@@ -5,11 +5,10 @@ show. Runs whose configs differ only in seeds are one method. All runs have the 
 that their differences are taken window by window, or length by length.
 """
 
-import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,18 +17,11 @@ import numpy as np
 from dape_jax.errors import require
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.report import Results
-from dape_jax.evaluation.statistics import (
-    RESULTS,
-    Interval,
-    Scores,
-    Statistic,
-    difference_of,
-    gains,
-    levels,
-    over_seeds,
-)
+from dape_jax.evaluation.statistics import RESULTS, Interval, Scores, difference_of, gains, levels, over_seeds
 
 Run = dict[str, Any]
+# Fields that the results of benchmarks, of tasks or of earlier versions do not have.
+ABSENT = {"rotary": "rope", "seed": None, "task": "", "workdir": None}
 
 
 class Method(NamedTuple):
@@ -48,19 +40,18 @@ def methods_of(runs: Results, options: Options) -> list[Method]:
         InputError: --baseline or --labels names no run, there is only the baseline, or two methods have one label.
     """
     grouped, repeated = dict[Any, list[Run]](), Counter[Any]()
-    for run in runs:
-        of_config = run["config"] if "config" in run else run["name"]
-        variant = run["task"] if "task" in run else run["rotary"] if "rotary" in run else ""
-        same = (of_config, variant, run["seed"] if "seed" in run else None)
-        repeated[same] += 1  # runs of one seed are not one method: their seeds are no sample
-        key = of_config, variant, repeated[same]
-        grouped.setdefault(key if options.group_seeds else id(run), []).append(run)
-    labels, names = options.names, sorted({run["name"] for run in runs})
+    for number, run in enumerate(runs):
+        known = ABSENT | {"config": run["name"]} | run
+        same = known["config"], known["task"], known["rotary"]
+        repeated[same, known["seed"]] += 1  # runs of one seed are not one method: their seeds are no sample
+        key = (same, repeated[same, known["seed"]]) if options.group_seeds else number
+        grouped.setdefault(key, []).append(run)
+    labels, names = options.names, dict.fromkeys(sorted({run["name"] for run in runs}))
     methods = []
     for of_method in grouped.values():
         name = _common_name([run["name"] for run in of_method])
         known = {name}.union(*map(_names_of, of_method))
-        names += [] if name in names else [name]
+        names[name] = None
         label = next((labels[each] for each in labels if each in known), name)
         methods.append(Method(name, known, label, of_method))
     for field, given in (("labels", list(labels)), ("baseline", [options.baseline] if options.baseline else [])):
@@ -69,31 +60,28 @@ def methods_of(runs: Results, options: Options) -> list[Method]:
             require(is_known, f"--{field}", each, f"must be one of the runs {', '.join(names)}")
     advice = "needs another method to compare; --group_seeds=no makes one of each run"
     require(options.baseline is None or len(methods) > 1, "--baseline", options.baseline, advice)
-    shown = [(method.label, method.runs[0]["task"] if "task" in method.runs[0] else "") for method in methods]
+    shown = [(method.label, (ABSENT | method.runs[0])["task"]) for method in methods]
     require(len(set(shown)) == len(shown), "--labels", [label for label, _ in shown], "must be different names")
     return methods
 
 
 def _names_of(run: Run) -> set[str]:
     """Return the names of a run: the one in the table and, of a run as trained, its directory."""
-    has_directory = "workdir" in run and ("rotary" not in run or run["rotary"] == "rope")
+    known = ABSENT | run
+    has_directory = known["workdir"] is not None and known["rotary"] == "rope"
     return {run["name"], *([run["workdir"], f"{run['workdir']}/"] if has_directory else [])}
 
 
 def _common_name(names: list[str]) -> str:
     """Return the name of the runs without their seeds: kerple of kerple-seed0 and kerple-seed1, or of kerple/0 .. 9."""
     first, *others = names
-    suffix = "".join(re.findall(r"\+(?:pi|ntk|yarn)$", first))  # of a rotary variant
-    parts = zip(*(name.removesuffix(suffix).split("/") for name in names), strict=False)
-    name = "/".join(filter(None, map(_without_seeds, parts)))
-    return (name or f"{first} and {len(others)} more") + suffix if others else first
-
-
-def _without_seeds(parts: Sequence[str]) -> str:
-    """Return what the beginnings of the parts have in common, without the word seed and a number at its end."""
-    columns = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*parts, strict=False))
-    prefix = "".join(letters[0] for letters in columns)
-    return prefix if prefix in parts else re.sub(r"[-_. ]*(seed)?[-_. ]*((?<![^-_. d])\d+)?$", "", prefix)
+    suffix, common = "".join(re.findall(r"\+(?:pi|ntk|yarn)$", first)), list[str]()  # of a rotary variant
+    for parts in map(set, zip(*(name.removesuffix(suffix).split("/") for name in names), strict=False)):
+        if len(parts) > 1:  # common is what precedes the number of the seed
+            parts = {re.sub(r"[-_. ]*(seed[-_. ]*)?\d+$", "", part) for part in parts}
+        common += parts if len(parts) == 1 else []
+    name = "/".join(filter(None, common)) or f"{first} and {len(others)} more"
+    return name + suffix if others else first
 
 
 def compare(stem: str, runs: Results, options: Options) -> list[Run]:
@@ -104,18 +92,20 @@ def compare(stem: str, runs: Results, options: Options) -> list[Run]:
     Raises:
         InputError: see `methods_of`; or a file of an earlier version has not the losses that a comparison needs.
     """
-    combine, subtract = COMPARISONS[stem]
+    combine, subtract = _mean_accuracies, _accuracy_differences
+    if stem != "accuracy":
+        combine, subtract = partial(_mean_losses, stem), partial(_loss_differences, stem)
     methods, found = methods_of(runs, options), []
     baselines = [method for method in methods if options.baseline in method.names]
     for method in methods:
-        result = method.runs[0] if len(method.runs) == 1 else method.runs[0] | combine(method.runs)
-        first = method.runs[0]
+        first, *others = method.runs
+        result = first | (combine(method.runs) if others else {})
         style = first["method"] if "method" in first else first["name"]
-        result = result | {"name": method.label, "style": style, "runs": [run["name"] for run in method.runs]}
+        result |= {"name": method.label, "style": style, "runs": [run["name"] for run in method.runs]}
         for base in baselines:
-            if base is not method and ("task" not in result or base.runs[0]["task"] == result["task"]):
-                ours, others = _pairs(method.runs, base.runs)
-                differences = [each | {"seeds": len(ours)} for each in subtract(ours, others)]
+            if base is not method and (ABSENT | base.runs[0])["task"] == (ABSENT | first)["task"]:
+                ours, theirs = _pairs(method.runs, base.runs)
+                differences = [each | {"seeds": len(ours)} for each in subtract(ours, theirs)]
                 result |= {"baseline": base.label, "differences": differences}
         found.append(result)
     return found
@@ -157,25 +147,20 @@ def _mean_losses(stem: str, runs: list[Run]) -> Run:
     return RESULTS[stem](saved_scores(runs), runs[0]["train_length"])
 
 
-def _differences(statistic: Statistic, runs: list[Run], others: list[Run]) -> list[Interval]:
-    """Return the paired differences of a statistic."""
-    ours = saved_scores(runs)
-    return over_seeds(ours.documents, (ours.nats, saved_scores(others).nats), ours.tokens, difference_of(statistic))
-
-
-def _length_differences(name: str, statistic: Statistic, runs: list[Run], others: list[Run]) -> list[Run]:
-    """Return the differences of a statistic at every length, or at every length after the first."""
-    found = _differences(statistic, runs, others)
-    lengths = [each["length"] for each in runs[0]["lengths"]][-len(found) :]
-    return [{"length": length} | _named(name, each) for length, each in zip(lengths, found, strict=True)]
-
-
-def _position_differences(runs: list[Run], others: list[Run]) -> list[Run]:
-    """Return the differences of the smoothed loss at every bin, of the reference and of the last octave."""
-    ends = [each["last"] for each in runs[0]["positions"]["bins"]]
-    found = _differences(levels(ends, runs[0]["train_length"]), runs, others)
-    names = [*({"last": end} for end in ends), {"mean": "reference_nats"}, {"mean": "last_octave_nats"}]
-    return [name | _named("nats", each) for name, each in zip(names, found, strict=True)]
+def _loss_differences(stem: str, runs: list[Run], others: list[Run]) -> list[Run]:
+    """Return the differences of the loss or of the gain at every length, or of the smoothed loss at every bin."""
+    ours, theirs = saved_scores(runs), saved_scores(others)
+    field, statistic, names = {
+        "lengths": ("nats", np.divide, [{"length": length} for length in ours.places]),
+        "delta": ("delta", gains, [{"length": length} for length in ours.places[1:]]),
+        "positions": (
+            "nats",
+            levels(ours.places, runs[0]["train_length"]),
+            [*({"last": end} for end in ours.places), {"mean": "reference_nats"}, {"mean": "last_octave_nats"}],
+        ),
+    }[stem]
+    found = over_seeds(ours.documents, (ours.nats, theirs.nats), ours.tokens, difference_of(statistic))
+    return [name | _named(field, each) for name, each in zip(names, found, strict=True)]
 
 
 # ---- accuracies
@@ -215,12 +200,3 @@ def _accuracy_differences(runs: list[Run], others: list[Run]) -> list[Run]:
             found = over_seeds(units, (ours[:, chosen] - theirs[:, chosen],), np.ones((len(units), 1)), np.divide)
             differences.append({"mean": part} | _named("accuracy", *found))
     return differences
-
-
-# For each report: the result of the runs of a method, and the differences of paired runs.
-COMPARISONS: dict[str, tuple[Callable[[list[Run]], Run], Callable[[list[Run], list[Run]], list[Run]]]] = {
-    "lengths": (partial(_mean_losses, "lengths"), partial(_length_differences, "nats", np.divide)),
-    "delta": (partial(_mean_losses, "delta"), partial(_length_differences, "delta", gains)),
-    "positions": (partial(_mean_losses, "positions"), _position_differences),
-    "accuracy": (_mean_accuracies, _accuracy_differences),
-}

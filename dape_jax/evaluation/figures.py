@@ -23,6 +23,7 @@ from dape_jax.evaluation.styles import styles_of
 
 TABLE_LENGTHS = (10, 20, 40, 100, 200, 300, 400, 500)  # columns of the accuracies, if there are more than 8 lengths
 LOG_FROM = 3  # an axis is logarithmic if its largest value is more than this times its smallest
+XLABEL = "sequence length N (tokens)"
 DRAWN_BELOW = 1e100  # figures omit larger numbers: matplotlib computes with their multiples
 
 
@@ -49,16 +50,12 @@ def perplexity_table(results: Results) -> Table:
             cells = (with_interval(each, "nats", "+.3f") for each in run["differences"])
             rows.append([f"{run['name']} - {run['baseline']}, nats", *cells])
     ylabel = "perplexity of all tokens" if "stride" in results[0] else f"perplexity of the last {last_tokens} tokens"
-    figure, axes, below = _panels(results)
-    plot_by_length(axes, results, "lengths", "perplexity", ylabel)
+    figure, panels = _plot(results, "lengths", "perplexity", ylabel, "nats", "loss minus that of\n{} (nats)")
     perplexities = only_drawn(each["perplexity"] for run in results for each in run["lengths"])
     if perplexities and max(perplexities) > LOG_FROM * min(perplexities):
-        log_axis(axes)
-    for panel in below:
-        plot_by_length(panel, results, "differences", "nats", f"loss minus that of\n{_baseline(results)} (nats)")
-    for panel in (axes, *below):
+        log_axis(panels[0])
+    for panel in panels:
         mark_train_lengths(panel, [run["train_length"] for run in results])
-    add_legend(figure)
     return Table(caption, rows, figure)
 
 
@@ -82,16 +79,13 @@ def delta_table(results: Results) -> Table:
             [f"P({length}, local)", *(number(each["local"]) for each in deltas), *unused],
             [f"ΔP({length})", *(with_interval(each, "delta") for each in deltas), *differences],
         ]
-    figure, axes, below = _panels(results)
-    plot_by_length(axes, results, "deltas", "delta", "ΔP (> 0: context helps)")
-    for panel in below:
-        plot_by_length(panel, results, "differences", "delta", f"ΔP minus that of\n{_baseline(results)}")
-    for panel, name in zip((axes, *below), ("deltas", "differences"), strict=False):
+    ylabel = "ΔP (> 0: context helps)"
+    figure, panels = _plot(results, "deltas", "delta", ylabel, "delta", "ΔP minus that of\n{}")
+    panels[0].axhline(0, color="gray", linewidth=1, zorder=1.9)  # below the curves
+    for panel, name in zip(panels, ("deltas", "differences"), strict=False):
         values = only_drawn(each["delta"] for run in results if name in run for each in run[name])
         if max(map(abs, values), default=0) > 10:
             panel.set_yscale("symlog", linthresh=1)  # a model that breaks would flatten the others
-    axes.axhline(0, color="gray", linewidth=1, zorder=1.9)  # below the curves
-    add_legend(figure)
     return Table(caption, rows, figure)
 
 
@@ -105,32 +99,21 @@ def positions_table(results: Results) -> Table:
     )
     caption += _of_methods(results, "mean loss", "loss minus that of {} on the same windows, with 95 % intervals")
     rows = [["", "around the train length", f"{first['length'] // 2}..{first['length']}", "breaks at"]]
-    figure, axes, below = _panels(results)
-    for run, style in zip(results, styles_for(results), strict=True):
-        found = run["positions"]
-        bins, breaks_at = found["bins"], found["breaks_at"]
+    with_bins = [run | {"bins": run["positions"]["bins"]} for run in results]
+    figure, panels = _plot(with_bins, "bins", "smoothed_nats", "loss (nats)", "nats", "loss minus that of\n{} (nats)")
+    for run, style in zip(with_bins, styles_for(results), strict=True):
+        found, bins, color = run["positions"], run["bins"], style["color"]
         losses = f"{found['reference_nats']:.3f}", f"{found['last_octave_nats']:.3f}"
-        rows.append([_in_table(run), *losses, "-" if breaks_at is None else str(breaks_at)])
-        last = [each["last"] for each in bins]
-        color, smoothed = style["color"], [each["smoothed_nats"] for each in bins]
-        axes.plot(last, smoothed, label=escaped(run["name"]), **style, markevery=BINS_PER_OCTAVE)
-        axes.plot(last, [each["nll_nats"] for each in bins], ".", color=color, markersize=3, alpha=0.35)
-        for broken in (each for each in bins if each["first"] == breaks_at):
-            axes.plot(broken["last"], broken["smoothed_nats"], "x", color=color, markersize=11, markeredgewidth=3)
+        rows.append([_in_table(run), *losses, "-" if found["breaks_at"] is None else str(found["breaks_at"])])
+        last, single = ([each[field] for each in bins] for field in ("last", "nll_nats"))
+        panels[0].plot(last, single, ".", color=color, markersize=3, alpha=0.35)
+        for broken in (each for each in bins if each["first"] == found["breaks_at"]):
+            panels[0].plot(broken["last"], broken["smoothed_nats"], "x", color=color, markersize=11, markeredgewidth=3)
         if "differences" in run:
-            *differences, reference, last_octave = run["differences"]
-            cells = (with_interval(each, "nats", "+.3f") for each in (reference, last_octave))
+            cells = (with_interval(each, "nats", "+.3f") for each in run["differences"] if "mean" in each)
             rows.append([f"{run['name']} - {run['baseline']}", *cells, ""])
-            for panel in below:
-                _curve(panel, last, differences, "nats", run["name"], style | {"markevery": BINS_PER_OCTAVE})
-    axes.set_ylabel("loss (nats)")
-    for panel in below:
-        panel.set_ylabel(f"loss minus that of\n{_baseline(results)} (nats)")
-    for panel in (axes, *below):
-        lengths_axis(panel, [2**octave for octave in range(first["length"].bit_length())])
+    for panel in panels:
         mark_train_lengths(panel, [run["train_length"] for run in results])
-    (axes, *below)[-1].set_xlabel("position in the window (tokens)")
-    add_legend(figure)
     return Table(caption, rows, figure)
 
 
@@ -138,30 +121,16 @@ def _of_methods(results: Results, mean: str, difference: str) -> str:
     """Return what a caption says of seeds and of differences from the baseline, if there are any."""
     over = f" Over several seeds: {mean}, with the interval over these and seeds."
     differences = f" Differences: {difference.format(_baseline(results))}."
-    return over * any(_num_seeds(run) > 1 for run in results) + differences * bool(_baseline(results))
-
-
-def _num_seeds(run: dict[str, Any]) -> int:
-    return len(run["runs"]) if "runs" in run else 1
+    return over * any(len(run["runs"]) > 1 for run in results) + differences * bool(_baseline(results))
 
 
 def _in_table(run: dict[str, Any]) -> str:
     """Return the name of a method in a table, with the number of its seeds if there are several."""
-    return run["name"] + f" ({_num_seeds(run)} seeds)" * (_num_seeds(run) > 1)
+    return run["name"] + f" ({len(run['runs'])} seeds)" * (len(run["runs"]) > 1)
 
 
 def _baseline(results: Results) -> str:
     return next((run["baseline"] for run in results if "differences" in run), "")
-
-
-def _panels(results: Results) -> tuple[Figure, Axes, list[Axes]]:
-    """Return a figure with its panel and, if there are differences from a baseline, one for them below it."""
-    num = 2 if _baseline(results) else 1
-    figure = Figure(figsize=(6.4, 1.6 + 2.4 * num), layout="constrained")
-    axes, *below = figure.subplots(num, sharex=True, squeeze=False)[:, 0]
-    for panel in below:
-        panel.axhline(0, color="gray", linewidth=1, zorder=1.9)  # below the curves
-    return figure, axes, below
 
 
 def _train_lengths(results: Results) -> str:
@@ -177,22 +146,38 @@ def _units(result: dict[str, Any]) -> str:
     return "documents" if result["num_documents"] > 1 else "sequences, which are not independent"
 
 
-def plot_by_length(axes: Axes, results: Results, name: str, field: str, ylabel: str) -> None:
-    """Draw a curve for each model, `run[name][i][field]` against the sequence length, with its intervals."""
-    lengths = [each["length"] for each in next(run[name] for run in results if name in run)]
-    for run, style in zip(results, styles_for(results), strict=True):
-        if name in run:
-            _curve(axes, lengths, run[name], field, run["name"], style)
-    axes.set_xlabel("sequence length N (tokens)")
-    axes.set_ylabel(ylabel)
-    axes.label_outer()
-    lengths_axis(axes, lengths)
+def _plot(
+    results: Results, name: str, field: str, ylabel: str, difference: str, difference_label: str
+) -> tuple[Figure, list[Axes]]:
+    """Draw a curve for each model, `run[name][i][field]` by length or position, with its intervals.
+
+    If there are differences from a baseline, their field `difference` is drawn in a second panel below.
+    """
+    baseline, by_position = _baseline(results), name == "bins"
+    x, style_more = ("last", {"markevery": BINS_PER_OCTAVE}) if by_position else ("length", {})
+    figure = Figure(figsize=(6.4, 6.4 if baseline else 4.0), layout="constrained")
+    panels = list(figure.subplots(2 if baseline else 1, sharex=True, squeeze=False)[:, 0])
+    fields = (name, field, ylabel), ("differences", difference, difference_label.format(baseline))
+    for panel, (of_run, of_point, label) in zip(panels, fields, strict=False):
+        if of_run == "differences":
+            panel.axhline(0, color="gray", linewidth=1, zorder=1.9)  # below the curves
+        for run, style in zip(results, styles_for(results), strict=True):
+            if of_run in run:
+                points = [point for point in run[of_run] if x in point]  # not the differences of means
+                _curve(panel, [point[x] for point in points], points, of_point, run["name"], style | style_more)
+        ends = [point[x] for point in results[0][name]]
+        lengths_axis(panel, [2**octave for octave in range(ends[-1].bit_length())] if by_position else ends)
+        panel.set(xlabel="position in the window (tokens)" if by_position else XLABEL, ylabel=label)
+        panel.label_outer()
+    add_legend(figure)
+    return figure, panels
 
 
 def _curve(axes: Axes, x: Sequence[int], values: Results, field: str, name: str, style: dict[str, Any]) -> None:
-    """Draw the field of the values against x, with its intervals."""
+    """Draw the field of the values against x, with its intervals if there are any."""
     axes.plot(x, drawn(each[field] for each in values), label=escaped(name), **style)
-    band(axes, x, [(each["low"], each["high"]) for each in values], style["color"])
+    if "low" in values[0]:
+        band(axes, x, [(each["low"], each["high"]) for each in values], style["color"])
 
 
 # ---- accuracy
@@ -241,10 +226,8 @@ def plot_accuracies(results: Results) -> Figure:
     for axes, task in zip(panels.ravel(), tasks, strict=False):
         runs = [run for run in results if run["task"] == task]
         for run, style in zip(runs, styles_for(runs), strict=True):
-            lengths = [result["length"] for result in run["lengths"]]
-            accuracies = [result["accuracy"] for result in run["lengths"]]
-            axes.plot(lengths, accuracies, markersize=4, markevery=0.05, label=escaped(run["name"]), **style)
-            band(axes, lengths, [(result["low"], result["high"]) for result in run["lengths"]], style["color"])
+            lengths, small = [result["length"] for result in run["lengths"]], {"markersize": 4, "markevery": 0.05}
+            _curve(axes, lengths, run["lengths"], "accuracy", run["name"], style | small)
         axes.axhline(runs[0]["random_accuracy"], linestyle=":", color="gray", label="chance")
         axes.set(title=task.replace("_", " "), ylim=(-0.03, 1.05), xlabel="input length N (symbols)")
         mark_train_lengths(axes, [runs[0]["train_length"]])
@@ -271,7 +254,7 @@ def only_drawn(values: Iterable[float]) -> list[float]:
 
 def styles_for(results: Results) -> list[dict[str, Any]]:
     """Return colour, marker and line style of each result."""
-    return styles_of([run["style"] if "style" in run else run["name"] for run in results])
+    return styles_of([run["style"] for run in results])
 
 
 def escaped(name: str) -> str:
@@ -358,7 +341,7 @@ def table_of(stem: str, runs: Results, options: Options) -> tuple[Results, Table
 def save(stem: str, directory: epath.PathLike, runs: list[dict[str, Any]], options: Options) -> ReportPaths:
     """Write the report of an evaluation; `methods` of its JSON are seeds taken together, and differences."""
     shown, table = table_of(stem, runs, options)
-    is_compared = any("runs" in each and (len(each["runs"]) > 1 or "differences" in each) for each in shown)
+    is_compared = any(len(each["runs"]) > 1 or "differences" in each for each in shown)
     content = {"runs": runs} | ({"methods": _without_windows(shown)} if is_compared else {})
     return report.save(stem, directory, content, table, options.format)
 

@@ -130,8 +130,7 @@ def evaluate(
     longest, bos = max(evaluation.lengths), first_token(models, options.bos)
     first = None if bos is None else store.tokenizer.id_of(bos)
     if options.stride is None:
-        chosen = choose_windows(store, longest, evaluation.max_windows)
-        windows: Sequence[ScoredWindow | StridedWindow] = [dataclasses.replace(each, first=first) for each in chosen]
+        windows = choose_windows(store, longest, evaluation.max_windows, first)
         shortest = longest + 1
         facts: dict[str, Any] = {} if bos is None else {"bos": bos}
     else:
@@ -262,31 +261,41 @@ def common_text(
 
 
 @dataclasses.dataclass(frozen=True)
-class ScoredWindow:
-    """Place in a document where sequences of all lengths end: the token at `end - 1` is the last target."""
+class Window:
+    """Sequence of a document, whose last tokens are scored: the token at `end - 1` is the last target.
+
+    Sequences of all lengths end there, and begin where the length says, unless there is a `start`.
+    """
 
     document: int
     end: int
-    first: int | None = dataclasses.field(default=None, kw_only=True)  # id that replaces the first input
+    _: dataclasses.KW_ONLY
+    first: int | None = None  # id in place of the first token; `start` may be -1, before the document
+    start: int | None = None
+    num_scored: int | None = None  # by default that of the evaluation
 
     def tokens(self, store: TokenStore, length: int) -> Int[np.ndarray, "N"]:
-        """Return the N = `length` + 1 tokens of a sequence: its inputs, then the last target."""
-        tokens = store.document(self.document)[self.end - length - 1 : self.end].astype(np.int32)
-        return tokens if self.first is None else np.concatenate([[np.int32(self.first)], tokens[1:]])
+        """Return the N = `length` + 1 tokens of a sequence: its inputs, then the last target, padded with zeros."""
+        start = self.end - length - 1 if self.start is None else self.start
+        tokens = store.document(self.document)[max(start, 0) : self.end].astype(np.int32)
+        if self.first is not None:
+            tokens = np.concatenate([[np.int32(self.first)], tokens[start >= 0 :]])
+        return np.pad(tokens, (0, length + 1 - len(tokens)))
 
-    def scored(self, last_tokens: int) -> slice:
+    def scored(self, length: int, last_tokens: int) -> slice:
         """Return which targets of a sequence are scored."""
-        return slice(-last_tokens, None)
+        stop = length if self.start is None else self.end - self.start - 1
+        return slice(stop - (last_tokens if self.num_scored is None else self.num_scored), stop)
 
 
-def choose_windows(store: TokenStore, longest: int, max_windows: int) -> list[ScoredWindow]:
+def choose_windows(store: TokenStore, longest: int, max_windows: int, first: int | None = None) -> list[Window]:
     """Return non-overlapping windows of the longest length, from the end of each document backwards.
 
     Every document that is long enough gives one window before any document gives two, so that a few long documents do
     not dominate the result.
 
-    A window has `longest` inputs and one more token, the last target. Documents are taken in a random order that is
-    always the same.
+    A window has `longest` inputs, of which the first is `first` if given, and one more token, the last target.
+    Documents are taken in a random order that is always the same.
 
     Raises:
         InputError: no document is long enough.
@@ -295,7 +304,7 @@ def choose_windows(store: TokenStore, longest: int, max_windows: int) -> list[Sc
     windows_each = (document_lengths - 1) // longest
     order = np.random.default_rng(0).permutation(store.num_documents)
     windows = [
-        ScoredWindow(int(document), int(document_lengths[document]) - taken * longest)
+        Window(int(document), int(document_lengths[document]) - taken * longest, first=first)
         for taken in range(min(max_windows, max(windows_each)))
         for document in order
         if taken < windows_each[document]
@@ -306,74 +315,51 @@ def choose_windows(store: TokenStore, longest: int, max_windows: int) -> list[Sc
     return windows[:max_windows]
 
 
-@dataclasses.dataclass(frozen=True)
-class StridedWindow:
-    """Window of a document whose tokens `begin` .. `end` - 1 are scored.
+def strided_windows(store: TokenStore, length: int, stride: int, first: int | None) -> list[Window]:
+    """Return windows of at most `length` tokens that score each token of every document once, but its first.
 
-    With a length of 4 and a stride of 2, the windows of the document a b c d e f g:
+    With `first`, documents begin with this token. With a length of 4 and a stride of 2, the document a b c d e f g has:
 
         window 0   a b c d            scored   b c d
         window 1       c d e f        scored         e f
         window 2           e f g      scored             g
-    """
-
-    document: int
-    start: int  # of the inputs
-    begin: int
-    end: int
-    first: int | None  # id that is put before the document
-
-    def tokens(self, store: TokenStore, length: int) -> Int[np.ndarray, "N"]:
-        """Return the N = `length` + 1 tokens of a sequence: its inputs and targets, padded with zeros."""
-        document = store.document(self.document)[:-1]
-        text = document if self.first is None else np.concatenate([[self.first], document])
-        tokens = text[self.start : self.end].astype(np.int32)
-        return np.pad(tokens, (0, length + 1 - len(tokens)))
-
-    def scored(self, last_tokens: int) -> slice:
-        """Return which targets of a sequence are scored, for any `last_tokens`."""
-        return slice(self.begin - self.start - 1, self.end - self.start - 1)
-
-
-def strided_windows(store: TokenStore, length: int, stride: int, first: int | None) -> list[StridedWindow]:
-    """Return windows of at most `length` tokens that score each token of every document once, but its first.
 
     Source: the guide "Perplexity of fixed-length models" of Hugging Face's transformers.
     Differs: the mean is over tokens; the guide weights windows by one token fewer than they score.
     """
     windows = []
-    for document, size in enumerate((np.diff(store.offsets) - (first is None)).tolist()):
-        begin = 1
-        for start in range(0, size, stride):
+    for document, size in enumerate((np.diff(store.offsets) - 1).tolist()):  # without the end of the document
+        begin = -1 if first is not None else 0
+        scored = begin + 1
+        for start in range(begin, size, stride):
             end = min(start + length, size)
-            begin = max(begin, start + 1)
-            if begin < end:
-                windows.append(StridedWindow(document, start, begin, end, first))
-            begin = end
+            scored = max(scored, start + 1)
+            if scored < end:
+                at_start = first if start < 0 else None
+                windows.append(Window(document, end, first=at_start, start=start, num_scored=end - scored))
+            scored = end
             if end == size:
                 break
     require(bool(windows), "data", str(store.directory), "must have a document of two tokens")
     return windows
 
 
-def scored_bytes(
-    store: TokenStore, windows: Sequence[ScoredWindow | StridedWindow], length: int, last_tokens: int
-) -> int:
+def scored_bytes(store: TokenStore, windows: Sequence[Window], length: int, last_tokens: int) -> int:
     """Return the number of bytes that the scored tokens of all windows decode to."""
-    scored = (window.tokens(store, length)[1:][window.scored(last_tokens)] for window in windows)
+    scored = (window.tokens(store, length)[1:][window.scored(length, last_tokens)] for window in windows)
     return sum(len(store.tokenizer.decode(tokens)) for tokens in scored)
 
 
-def mask_unscored(nll: np.ndarray, windows: Sequence[ScoredWindow | StridedWindow]) -> np.ndarray:
+def mask_unscored(nll: np.ndarray, windows: Sequence[Window]) -> np.ndarray:
     """Return the nll of all targets of windows, without those that the windows do not score."""
     is_unscored = np.ones(nll.shape, bool)
     for row, window in zip(is_unscored, windows, strict=True):
-        row[window.scored(nll.shape[1])] = False
+        row[window.scored(len(row), len(row))] = False
     return np.ma.masked_array(nll, is_unscored)
 
 
 def window_batch(
-    store: TokenStore, windows: Sequence[ScoredWindow | StridedWindow], length: int, rows: Int[np.ndarray, "B"]
+    store: TokenStore, windows: Sequence[Window], length: int, rows: Int[np.ndarray, "B"]
 ) -> dict[str, np.ndarray]:
     """Return the inputs and targets of the sequences of one length that end at some of the windows."""
     tokens = np.stack([windows[row].tokens(store, length) for row in rows])
@@ -401,7 +387,7 @@ def score_windows(
     params: Params,
     mesh: Mesh,
     store: TokenStore,
-    windows: Sequence[ScoredWindow | StridedWindow],
+    windows: Sequence[Window],
     name: str,
 ) -> NllByLength:
     """Run the programs of `compile_lengths`; return the nll of the scored tokens of every window, by length."""
