@@ -17,10 +17,7 @@ from experiments.methods import (
     RATES,
     Claim,
     Experiment,
-    Less,
     better,
-    cell,
-    claim,
     easier_at,
     lengths_from,
     to_16384,
@@ -56,15 +53,12 @@ def after_fifty_tokens(train_length: int) -> dict[str, Claim]:
 
 def gains_from_context(train_length: int) -> dict[str, Claim]:
     """Return the claims of `context` on models trained at one length."""
-    where, lengths = f"trained at {train_length}, ", to_16384(train_length)[1:]
+    where, at = f"trained at {train_length}, ", ((train_length,), lambda length: to_16384(length)[1:])
     helped = {
-        f"{where}more context helps {method} at every length (delta above 0)": claim(
-            *(Less(0.0, cell(method, train_length, length)) for length in lengths)
-        )
+        f"{where}more context helps {method} at every length (delta above 0)": better(0.0, method, *at)
         for method in (DAPE1X3, DAPE1X1, "kerple")
     }
-    more = better("kerple", DAPE1X3, (train_length,), lambda _: lengths)
-    return helped | {f"{where}it helps DAPE1x3-Kerple more than Kerple": more}
+    return helped | {f"{where}it helps DAPE1x3-Kerple more than Kerple": better("kerple", DAPE1X3, *at)}
 
 
 EXPERIMENTS = PAPER | {

@@ -69,15 +69,12 @@ OVERRIDES["dape1x2-kerple"] = {"model.processor.alignment": "causal"}  # a cente
 
 @dataclasses.dataclass(frozen=True)
 class TaskPreset:
-    """Settings for experiments on the algorithmic tasks."""
+    """Settings for experiments on the algorithmic tasks, which have the recipe `che.py`."""
 
-    recipe: str  # file under configs/
     tasks: tuple[str, ...]  # tasks to run if --tasks is empty
     methods: tuple[str, ...]  # methods to run, if the experiment has them
-    num_steps: int  # training steps
-    batch: int  # sequences per step
     lengths: tuple[int, ...]  # evaluation lengths, in symbols
-    num_sequences: int  # sequences per evaluation length
+    overrides: Fields  # config fields that differ from the recipe's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,17 +104,14 @@ SMALL = Preset(
     seeds=(0, 1, 2),
     data="stdlib",
     on_tasks=TaskPreset(
-        recipe="che.py",
         tasks=(
             *("even_pairs", "missing_duplicate_string", "stack_manipulation"),  # claims name these
             *("cycle_navigation", "reverse_string", "duplicate_string"),
         ),
         methods=("rope", "kerple", "dape1x1-kerple", "dape1x3-kerple"),
-        num_steps=6000,
-        batch=32,
         # Evenly spaced over 1..40 and over 41..500, alternately odd and even.
         lengths=(*range(1, 41, 13), *range(41, 501, 51)),
-        num_sequences=64,
+        overrides={"train.num_steps": 6000, "train.batch_size": 32, "evaluation.num_sequences": 64},
     ),
 )
 
@@ -153,13 +147,10 @@ PRESETS = {
         seeds=(0,),
         data="",
         on_tasks=TaskPreset(
-            recipe="che.py",
             tasks=tuple(CHE),
             methods=TABLE6_BASELINES + TABLE6_DAPE,
-            num_steps=200_000,
-            batch=128,
             lengths=tuple(range(1, 501)),
-            num_sequences=512,
+            overrides={"train.num_steps": 200_000, "train.batch_size": 128, "evaluation.num_sequences": 512},
         ),
     ),
 }
@@ -281,8 +272,8 @@ def names(methods: Names) -> tuple[str, ...]:
 
 
 def better(
-    low: Names,
-    others: Names,
+    low: Names | float,
+    others: Names | float,
     train_lengths: tuple[int, ...] = AT,
     lengths: Callable[[int], tuple[int, ...]] = lengths_from,
     *,
@@ -293,12 +284,16 @@ def better(
     """Return the claim that each method of `low` is better than each of `others`, trained at the same length.
 
     `lengths` maps a train length to the evaluation lengths of the comparison. Results of `others` are multiplied by
-    `factor`.
+    `factor`. A number takes the place of a method's results.
     """
+
+    def side(name: str | float, train_length: int, length: int) -> Result | float:
+        return cell(name, train_length, length, size) if isinstance(name, str) else name
+
     comparisons = (
-        Less(cell(method, train_length, length, size), cell(other, train_length, length, size), factor)
-        for method in names(low)
-        for other in names(others)
+        Less(side(method, train_length, length), side(other, train_length, length), factor)
+        for method in (names(low) if isinstance(low, str | tuple) else (low,))
+        for other in (names(others) if isinstance(others, str | tuple) else (others,))
         for train_length in train_lengths
         for length in lengths(train_length)
     )

@@ -7,6 +7,7 @@
 Lengths in claims and groups are the paper's; tables and figures divide them by the preset's divisor.
 """
 
+import functools
 import json
 import math
 from collections import Counter, defaultdict
@@ -19,7 +20,7 @@ from dape_jax.evaluation.report import FIXED_BELOW, json_values, markdown_table
 from dape_jax.files import write_json
 from dape_jax.tasks import TASKS
 from experiments.catalogue import EXPERIMENTS
-from experiments.methods import NOT_IN_PAPER, Claim, Less, Result
+from experiments.methods import NOT_IN_PAPER, Claim, Result
 from experiments.plots import UNITS, experiment_figure, write_png
 from experiments.runs import Group, Series, lookup_in, mean_of, paper_groups, read_groups
 from experiments.verdicts import (
@@ -79,9 +80,7 @@ def _claim(group: Group, text: str, claim: Claim, item: Judgement) -> Content:
     if item.deciding is None:
         return content
     metric = EXPERIMENTS[group.experiment].metric
-
-    def describe_in(less: Less, *, with_length: bool = True) -> str:
-        return describe(less, metric, group.preset, with_length=with_length)
+    describe_in = functools.partial(describe, metric=metric, preset=group.preset)
 
     def numbers(found: Difference) -> Content:
         return {"difference": found.mean, "low": found.low, "high": found.high, "seeds": found.num_seeds}

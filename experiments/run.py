@@ -119,11 +119,9 @@ def _run(experiment: Experiment, settings: Settings, seed: int, model: Model) ->
     preset, train_length = PRESETS[settings.preset], paper_length // length_divisor(experiment, settings.preset)
     fields: dict[str, Any] = {"train.seed": seed, "data.seed": seed}
     if task:
-        tasks = preset.on_tasks
-        fields |= {"train.num_steps": tasks.num_steps, "train.batch_size": tasks.batch} | experiment.overrides
-        fields |= {"evaluation.num_sequences": tasks.num_sequences}
+        fields |= preset.on_tasks.overrides | experiment.overrides
         argument = f"task={task},{METHODS[method]}"
-        return Run(model, "", train_length, tasks.lengths, seed, tasks.recipe, argument, fields)
+        return Run(model, "", train_length, preset.on_tasks.lengths, seed, "che.py", argument, fields)
     if experiment.step_batch is not None:
         fields["train.batch_size"] = experiment.step_batch
     elif preset.batch is not None:

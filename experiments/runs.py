@@ -20,10 +20,10 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from flax.traverse_util import flatten_dict
 
-from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, read_run, resolved
+from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, read_run
 from dape_jax.evaluation.report import FIXED_BELOW
+from dape_jax.evaluation.trained import fields_without
 from dape_jax.files import json_digest, write_atomically
 from experiments.catalogue import EXPERIMENTS
 from experiments.methods import NOT_IN_PAPER, PRESETS, Model, Result, length_divisor, models_of, paper_tables
@@ -59,13 +59,9 @@ def identity(
         lengths: evaluation lengths.
         seeds: whether the digest depends on the seeds.
     """
-    fields = {
-        field: value
-        for field, value in flatten_dict(resolved(config), keep_empty_nodes=False, sep=".").items()
-        if (metric == "step_ms" or not any(f"{field}.".startswith(f"{name}.") for name in UNIDENTIFYING_FIELDS))
-        and (seeds or not field.endswith(".seed"))
-    }
-    return json_digest([fields, data, metric, [] if metric == "step_ms" else list(lengths)])
+    is_time = metric == "step_ms"
+    fields = fields_without(config, () if is_time else UNIDENTIFYING_FIELDS, seeds=seeds)
+    return json_digest([fields, data, metric, [] if is_time else list(lengths)])
 
 
 def identity_of_stored(run: Run, *, seeds: bool = True) -> str:

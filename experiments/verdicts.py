@@ -177,27 +177,23 @@ def difference(less: Less, lookup: Lookup, metric: str) -> Difference | None:
     rng = np.random.default_rng(0)
     counts = _draw(rng, len(set(units)))
     drawn, found = np.zeros(DRAWS), np.zeros(len(seeds))
-
-    def result(mean: float, low: float, high: float, p_less: float, p_more: float) -> Difference:
-        unit = "%" if is_log(metric) else ""
-        if unit:
-            mean, low, high = (100 * (math.inf if n > 700 else math.expm1(n)) for n in (mean, low, high))
-        return Difference(less, mean, low, high, p_less, p_more, len(seeds), unit)
-
+    low = high = p_less = p_more = math.nan
     with np.errstate(all="ignore"):  # models that diverged
         for index, seed in enumerate(seeds):
-            low, high = (_side(side, seed, counts, metric) for side in sides)
-            low_minus_high = low - high - math.log(less.factor) if is_log(metric) else low - less.factor * high
-            found[index], drawn = low_minus_high[-1], drawn + low_minus_high[:-1] / len(seeds)
+            one, other = (_side(side, seed, counts, metric) for side in sides)
+            one_minus_other = one - other - math.log(less.factor) if is_log(metric) else one - less.factor * other
+            found[index], drawn = one_minus_other[-1], drawn + one_minus_other[:-1] / len(seeds)
         mean = float(np.mean(found))
         if not np.isfinite(found).all():  # NaN cannot be compared; infinite losses can
-            return result(mean, math.nan, math.nan, float(not (found < 0).all()), float(not (found > 0).all()))
-        if len(seeds) == 1:
-            return result(mean, math.nan, math.nan, math.nan, math.nan)
-        drawn += rng.standard_t(len(seeds) - 1, DRAWS) * np.std(found, ddof=1) / math.sqrt(len(seeds))
-        low, high = np.quantile(drawn, [LEVEL / 2, 1 - LEVEL / 2])
-        p_less, p_more = (float((1 + np.sum(reversed_)) / (1 + DRAWS)) for reversed_ in (drawn >= 0, drawn <= 0))
-    return result(mean, float(low), float(high), p_less, p_more)
+            p_less, p_more = float(not (found < 0).all()), float(not (found > 0).all())
+        elif len(seeds) > 1:
+            drawn += rng.standard_t(len(seeds) - 1, DRAWS) * np.std(found, ddof=1) / math.sqrt(len(seeds))
+            low, high = map(float, np.quantile(drawn, [LEVEL / 2, 1 - LEVEL / 2]))
+            p_less, p_more = (float((1 + np.sum(reversed_)) / (1 + DRAWS)) for reversed_ in (drawn >= 0, drawn <= 0))
+    unit = "%" if is_log(metric) else ""
+    if unit:
+        mean, low, high = (100 * (math.inf if n > 700 else math.expm1(n)) for n in (mean, low, high))
+    return Difference(less, mean, low, high, p_less, p_more, len(seeds), unit)
 
 
 def _draw(rng: np.random.Generator, num_units: int) -> np.ndarray:

@@ -232,7 +232,8 @@ def small_world(tmp_path: Path, monkeypatch) -> dict[str, str]:
     """Return results and workdirs of three tiny experiments: two on a text with a shared model, and one on tasks."""
     text = {"data.cache_dir": str(tmp_path / "cache"), "data.validation_fraction": 0.3}
     steps = {"train.num_steps": 2, "train.eval_interval": 2, "evaluation.max_windows": 8, "evaluation.last_tokens": 16}
-    on_tasks = TaskPreset("che.py", ("even_pairs", "reverse_string"), ("kerple", "alibi"), 2, 8, (3, 4, 5, 7), 8)
+    of_tasks = {"train.num_steps": 2, "train.batch_size": 8, "evaluation.num_sequences": 8}
+    on_tasks = TaskPreset(("even_pairs", "reverse_string"), ("kerple", "alibi"), (3, 4, 5, 7), of_tasks)
     path = str(tiny.write_text(tmp_path / "text"))
     preset = Preset("small.py", {"125m": "xs"}, 1, 8, (0, 1), path, on_tasks, overrides=SIZES | text | steps)
     monkeypatch.setitem(PRESETS, "tiny", preset)

@@ -50,13 +50,18 @@ class TrainedModel(Generic[AnyRunConfig]):
     @property
     def identity(self) -> dict[str, Any]:
         """Return the fields by which a report identifies the run; `config` is equal for runs that differ in seeds."""
-        fields = {
-            field: value
-            for field, value in flatten_dict(resolved(self.run), keep_empty_nodes=False, sep=".").items()
-            if not field.endswith(".seed") and not any(f"{field}.".startswith(f"{name}.") for name in UNGROUPED)
-        }
         about = {"name": self.name, "workdir": str(self.workdir), "step": self.step, "method": method_name(self.run)}
-        return about | {"seed": self.run.train.seed, "config": json_digest([fields, self.data_digest])}
+        digest = json_digest([fields_without(self.run, UNGROUPED), self.data_digest])
+        return about | {"seed": self.run.train.seed, "config": digest}
+
+
+def fields_without(run: RunConfig | TaskRunConfig, names: Sequence[str], *, seeds: bool = False) -> dict[str, Any]:
+    """Return the fields of a config by their paths, without those named and, by default, without seeds."""
+    return {
+        field: value
+        for field, value in flatten_dict(resolved(run), keep_empty_nodes=False, sep=".").items()
+        if (seeds or not field.endswith(".seed")) and not any(f"{field}.".startswith(f"{name}.") for name in names)
+    }
 
 
 def are_algorithmic(workdirs: Sequence[epath.PathLike]) -> bool:
