@@ -403,6 +403,29 @@ def test_losses_by_position_of_methods_are_compared_on_the_same_windows():
         compare("positions", seeds_of(EASY[None], "alibi", "b", "positions") + one, Options(baseline="alibi-seed0"))
 
 
+def test_accuracies_of_seeds_are_averaged_and_compared():
+    """The interval adds those over seeds and over strings; each method's seeds differ as the other's do."""
+
+    def results(name: str, accuracies: list[float]) -> list[dict[str, Any]]:
+        about = {"config": name, "task": "even_pairs", "train_length": 5, "random_accuracy": 0.5, "dropout": False}
+        at = [{"length": length, "num_sequences": 8} for length in (4, 5, 6, 7)]
+        return [
+            about
+            | {"name": f"{name}-seed{seed}", "seed": seed, "trained": x, "score": None}
+            | {"lengths": [each | {"accuracy": x, "low": x - 0.03, "high": x + 0.04} for each in at]}
+            for seed, x in enumerate(accuracies)
+        ]
+
+    runs = results("kerple", [0.5, 0.6]) + results("dape", [0.6, 0.7])
+    (_, ours), (_, rows, _) = figures.table_of("accuracy", runs, Options(baseline="kerple"))
+    assert (ours["trained"], ours["score"]) == (pytest.approx(0.65), None)
+    for each in ours["lengths"]:
+        width = math.hypot(12.7062 * 0.05, 0.03)  # the quantile of Student's t
+        assert [each[end] for end in ("accuracy", "low", "high")] == pytest.approx([0.65, 0.65 - width, 1], abs=1e-5)
+    assert rows[2][:3] == ["dape (2 seeds)", "65.00", "-"]
+    assert rows[3][:3] == ["dape - kerple", *["+10.00 [+10.00, +10.00]"] * 2]
+
+
 @pytest.mark.parametrize(
     ("workdirs", "names"),
     [

@@ -200,7 +200,7 @@ def accuracy_table(results: Results) -> Table:
         means = [percent(run["trained"]), percent(run["score"])]
         rows.append([_in_table(run), *(run[name] for name in task), *means, *(at[length] for length in shown)])
         if "differences" in run:
-            differences = {each["mean"]: with_interval(each, "accuracy", "+.2f", 100) for each in run["differences"]}
+            differences = {each["mean"]: with_interval(each, "accuracy", "+.2f", 100.0) for each in run["differences"]}
             cells = [*(run[name] for name in task), *(differences.get(mean, "-") for mean in ("trained", "score"))]
             rows.append([f"{run['name']} - {run['baseline']}", *cells, *[""] * len(shown)])
     beyond = [length for length in lengths if length > train_length]
