@@ -86,6 +86,7 @@ def make_layer(bias: str, processor: str) -> tuple[Any, Callable]:
     return params, run
 
 
+@functools.cache
 def value_and_gradients(bias: str, processor: str, way: str) -> Callable:
     """Return a compiled function of q, k, v and the weights of the output, whose weighted sum is differentiated."""
     params, run = make_layer(bias, processor)
@@ -127,7 +128,7 @@ def test_a_prefix_gives_a_prefix(bias: str, processor: str) -> None:
     A processor without a cache says so in `why_not_cached`.
     """
     params, run = make_layer(bias, processor)
-    qkv, t = arrays(0), 7
+    run, qkv, t = jax.jit(run), arrays(0), 7
     whole = run(params, qkv)
     assert_close(run(params, [x[:, :t] for x in qkv]), whole[:, :t])
     if config_of(bias, processor).processor.why_not_cached is None:
@@ -141,7 +142,7 @@ def test_a_prefix_gives_a_prefix(bias: str, processor: str) -> None:
 def test_packed_documents_give_what_they_give_alone(bias: str, processor: str) -> None:
     """A processor with a `key_halo` needs the argument `first_BT`; without it, it is refused in one line."""
     params, run = make_layer(bias, processor)
-    qkv, t = arrays(0), 5
+    run, qkv, t = jax.jit(run), arrays(0), 5
     try:
         packed = run(params, qkv, segment_ids=(POS >= t).astype(np.int32)[None])
     except InputError as error:
@@ -157,7 +158,7 @@ def test_a_model_has_gradients_and_named_parameters(bias: str, processor: str) -
     """The config is frozen; letters at the end of a parameter's name are its dims, from which shardings follow."""
     config = config_of(bias, processor)
     assert hash(config) == hash(dataclasses.replace(config))
-    model = Transformer(config, rngs=nnx.Rngs(0))
+    model = nnx.jit(lambda: Transformer(config, rngs=nnx.Rngs(0)))()
     tokens_BT = np.arange(12, dtype=np.int32).reshape(2, 6) % config.vocab_size
     graphdef, params = nnx.split(model, nnx.Param)
     loss = jax.jit(jax.grad(lambda params: (nnx.merge(graphdef, params)(tokens_BT) ** 2).mean()))

@@ -98,8 +98,8 @@ def rejects(values: np.ndarray, expected) -> bool:
 @functools.cache
 def initial_params(name: str) -> dict[tuple[str, ...], np.ndarray]:
     model = model_of(name)
-    params = nnx.state(Transformer(model, rngs=nnx.Rngs(0)), nnx.Param)
-    return flat_params(jax.device_get(nnx.to_pure_dict(params)))
+    init = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Transformer(model, rngs=nnx.Rngs(0)), nnx.Param)))
+    return flat_params(jax.device_get(init()))
 
 
 @pytest.mark.parametrize("name", MODELS)
