@@ -75,7 +75,7 @@ PROCESSORS["ahead"] = AheadConfig
 
 
 def test_methods_outside_the_package(tmp_path):
-    """Write the module of `docs/own_methods.md`, and type the page's commands, with a small model."""
+    """Write the module of `docs/own_methods.md`, and type the page's commands, with a small model and two seeds."""
     page = (ROOT / "docs" / "own_methods.md").read_text()
     (module,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     here, flags = tmp_path / "here", [*arguments(tmp_path), "--config.train.num_steps=2"]
@@ -98,12 +98,13 @@ def test_methods_outside_the_package(tmp_path):
     commands, contracts = (
         block for block in re.findall(r"(?:^    .*\n)+", page, re.MULTILINE) if "my_methods" in block
     )
-    done = type_in(commands)
+    assert commands.count("for seed in 0 1 2;") == 1
+    done = type_in(commands.replace("for seed in 0 1 2;", "for seed in 0 1;"))
     assert done.returncode == 0, done.stderr[-2000:]
     saved = json.loads((here / "runs/own/seed1/config.json").read_text())["config"]["model"]
     assert (saved["bias"], saved["imports"]) == ({"name": "inverse", "initial_a": 1.0}, ["my_methods"])
     report = json.loads((here / "runs/lengths.json").read_text())
-    assert [run["name"] for run in report["runs"]] == [f"{name}/seed{i}" for name in ("dape", "own") for i in range(3)]
+    assert [run["name"] for run in report["runs"]] == [f"{name}/seed{i}" for name in ("dape", "own") for i in range(2)]
     assert ["differences" in method for method in report["methods"]] == [False, True]
     assert (here / "runs/lengths.pdf").read_bytes().startswith(b"%PDF")
     train = re.findall(r"dape-train .*\\\n.*", commands)[0].replace("$seed", "0")

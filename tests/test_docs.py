@@ -141,14 +141,14 @@ def test_notebook_has_the_outputs_of_its_cells():
 
 @pytest.mark.slow
 def test_notebook_runs(tmp_path):
-    """Run the cells one after another, as one program in the notebook's directory, with a tenth of the training."""
+    """Run the cells one after another, as one program in the notebook's directory, with short training."""
     pytest.importorskip("IPython", reason="pip install jupyterlab is needed to run the notebook")
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     program = tmp_path / "notebook.py"
     text = "\n\n".join("".join(cell["source"]) for cell in cells)
     for given, smaller in (
-        ("--config.train.num_steps=200", "--config.train.num_steps=20 --config.model.width=32"),
-        ("--lengths=64,256,1024 --max_windows=16", "--lengths=64,128 --max_windows=4"),
+        ("--config.train.num_steps=200", "--config.train.num_steps=2 --config.model.width=32"),
+        ("--lengths=64,256,1024 --max_windows=16", "--lengths=64,128 --max_windows=2"),
     ):
         assert text.count(given) == 1
         text = text.replace(given, smaller)

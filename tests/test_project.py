@@ -129,6 +129,18 @@ def call(*command: str, cwd: Path, path: Path | None = None) -> str:
     return done.stdout
 
 
+# The documentation of every command, which `--help` prints; that of the harness is an extra.
+ENTRIES = """
+import sys
+from importlib.metadata import distribution
+
+for entry in distribution("dape_jax").entry_points.select(group="console_scripts"):
+    if entry.name != "dape-lm-eval":
+        entry.load()
+        print(entry.name, sys.modules[entry.module].__doc__)
+"""
+
+
 @pytest.mark.slow
 def test_an_installed_wheel_trains_and_evaluates_outside_of_the_checkout(tmp_path):
     source, site = tmp_path / "source", tmp_path / "site"
@@ -153,13 +165,15 @@ def test_an_installed_wheel_trains_and_evaluates_outside_of_the_checkout(tmp_pat
     def run(program: str, *flags: str) -> str:
         return call(sys.executable, str(site / "bin" / program), *flags, cwd=here, path=site)
 
-    for program in set(PROJECT["scripts"]) - {"dape-lm-eval"}:  # the help of the harness, an extra
-        text = run(program, "--help")
-        assert re.search(f"^ *{program} --", text, re.MULTILINE)  # its docstring
-        assert f"/{program}:\n  --" in text  # its flags
-    steps = ["--config.train.num_steps=20", "--config.train.eval_interval=20", "--config.train.validation_batches=2"]
-    run("dape-train", "--config=configs/quickstart.py:processor=dape,kernel=3", *steps, "--workdir=run")
-    run("dape-eval", "--workdir=run", "--lengths=64,128", "--max_windows=8")
+    text = call(sys.executable, "-c", ENTRIES, cwd=here, path=site)
+    assert all(re.search(f"^ *{name} --", text, re.M) for name in set(PROJECT["scripts"]) - {"dape-lm-eval"})
+    assert "/dape-plan:\n  --" in run("dape-plan", "--help")  # its flags
+    small = [
+        f"--config.{x}" for x in ("model.num_layers=1", "model.width=16", "model.num_heads=2", "train.num_steps=2")
+    ]
+    small += ["--config.train.validation_batches=2"]
+    run("dape-train", "--config=configs/quickstart.py:processor=dape,kernel=3", *small, "--workdir=run")
+    run("dape-eval", "--workdir=run", "--lengths=64,128", "--max_windows=2")
     results = json.loads((here / "run" / "lengths.json").read_text())
-    assert results["command"] == "dape-eval --workdir=run --lengths=64,128 --max_windows=8"
+    assert results["command"] == "dape-eval --workdir=run --lengths=64,128 --max_windows=2"
     assert [each["length"] for each in results["runs"][0]["lengths"]] == [64, 128]
