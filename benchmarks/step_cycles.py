@@ -40,7 +40,7 @@ from dape_jax.model.flops import model_flops
 from dape_jax.model.processors import DapeConfig, PlainConfig
 from dape_jax.model.transformer import SIZES, attention_of
 from dape_jax.planning.compile import compile_error, find_libtpu, in_process, libtpu_version
-from dape_jax.planning.plan import Request
+from dape_jax.planning.plan import Plan
 from dape_jax.provenance import make_results_directory
 from experiments.catalogue import EXPERIMENTS
 
@@ -82,9 +82,9 @@ def layer_request(run: RunConfig, topology: str, model: str) -> tpu.Request:
     return tpu.Request(topology, model, "backward", "fused", layer)
 
 
-def compile_step(request: Request) -> dict[str, Any]:
+def compile_step(plan: Plan) -> dict[str, Any]:
     """Compile a train step and return its cycles and kernels; must run in a separate process, see `in_process`."""
-    mesh, step, arguments = request.build()
+    mesh, step, arguments = plan.build()
     with jax.set_mesh(mesh):
         try:
             program = compile_program(step, *arguments)
@@ -102,7 +102,7 @@ def measure(run: RunConfig, topology: str, model: str, libtpu: Path) -> dict[str
     attention = attention_of(run.model, length, "tpu", hardware.chip.device_kinds[0])
     found: dict[str, Any] = {"attention": type(attention).__name__.lower()}
     os.environ.pop("LIBTPU_INIT_ARGS", None)  # no listings of the step: writing them takes longer than compiling it
-    outcome = in_process(compile_step, Request(run, hardware), libtpu)
+    outcome = in_process(compile_step, Plan(run, hardware), libtpu)
     if not outcome["fits"]:
         return found | {"reason": outcome["reason"]}
     kernels_ms = 0.0

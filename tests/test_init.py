@@ -180,7 +180,7 @@ def test_frozen_parameters_do_not_change_and_a_resumed_run_is_bit_exact(trained_
     run = read_run(spec)
     num_moments = sum(np.ndim(leaf) > 0 for leaf in jax.tree.leaves(whole["opt_state"]))
     assert num_moments == 2 * sum(parameter_kind(path) == "processor" for path in end_params)
-    assert plan.state_bytes(plan.Request(run, plan.attached()))["moments"] < 10_000
+    assert plan.Plan(run, plan.attached()).state_bytes["moments"] < 10_000
 
 
 @pytest.mark.extra

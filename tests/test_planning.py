@@ -220,24 +220,24 @@ def test_candidate_meshes_divide(batch_size, length, topology, axes):
 def test_a_plan_follows_from_the_compiled_program():
     mesh, hardware = read_mesh("--mesh", "fsdp=4,tensor=2"), read_topology("v5e:2x4")
     run = dataclasses.replace(make_run(model__width=64, model__vocab_size=256), mesh=mesh)
-    request = planning.Request(run, hardware)
-    plan = planning.make_plan(request, lambda _: copy.deepcopy(COMPILED))
+    plan = planning.measured(planning.Plan(run, hardware), copy.deepcopy(COMPILED))
+    figures = plan.figures()
     _, params = model_structure(run.model)
     on_chip = plan.held_bytes["parameters"]
     total = 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
     assert total / 8 < on_chip < total / 2  # some are replicated on every chip
     assert 2 * on_chip <= plan.held_bytes["moments"] < 2 * on_chip + 16  # and the optimizer's two counters
     assert on_chip + plan.held_bytes["moments"] + plan.held_bytes["batch and padding"] == 1 << 29
-    assert plan.step_seconds == plan.executed_flops / 197e12
+    assert figures["step_seconds"] == plan.executed_flops / 197e12
     needed = flops.model_flops(run.model, 16, 8).total
-    np.testing.assert_allclose(plan.mfu * plan.step_seconds, needed / (8 * 197e12))
-    assert plan.mfu < 1
+    np.testing.assert_allclose(figures["mfu"] * figures["step_seconds"], needed / (8 * 197e12))
+    assert figures["mfu"] < 1
     # At the utilisation of the lower bound of a step's time, the hours are the lower bound of the run's.
-    cost = planning.costs(run, hardware, plan, plan.mfu)
+    cost = plan.costs(figures["mfu"])
     assert (cost["steps"], cost["tokens"], cost["flops"]) == (6, 6 * 8 * 16, 6 * needed)
-    np.testing.assert_allclose(cost["hours"], 6 * plan.step_seconds / 3600)
+    np.testing.assert_allclose(cost["hours"], 6 * figures["step_seconds"] / 3600)
     assert cost["chip_hours"] == 8 * cost["hours"]
-    assert planning.costs(run, hardware, plan, plan.mfu / 2)["hours"] == 2 * cost["hours"]
+    assert plan.costs(figures["mfu"] / 2)["hours"] == 2 * cost["hours"]
 
 
 COMPILED_GIB = {"none": 10.47, "dots": 5.29, "full": 1.97}  # of libtpu 0.0.51, for 350m on v5e:4x4
@@ -251,12 +251,12 @@ def test_the_formula_of_memory_is_near_what_compilers_say():
         spec = read_config(f"configs/paper.py:125m,{METHOD}", ["--config.train.batch_size=32"])
         if name == "blockwise":
             spec["model"]["attention"] = choose("attention", name, block_size=128, num_buckets=4)
-        request = planning.Request(planning.run_to_plan(spec), read_topology("h100:1"))
-        assert 0.9 <= planning.estimate(request)["peak_bytes"] / (gib * GIB) <= 1.1, name
+        plan = planning.Plan(planning.run_to_plan(spec), read_topology("h100:1"))
+        assert 0.9 <= planning.estimate(plan)["peak_bytes"] / (gib * GIB) <= 1.1, name
     for remat, gib in COMPILED_GIB.items():
         run = planning.run_to_plan(read_config(f"configs/paper.py:350m,{METHOD}", [f"--config.model.remat={remat}"]))
-        request = planning.Request(run, read_topology("v5e:4x4"))
-        assert 0.9 <= planning.estimate(request)["peak_bytes"] / (gib * GIB) <= 1.25, remat
+        plan = planning.Plan(run, read_topology("v5e:4x4"))
+        assert 0.9 <= planning.estimate(plan)["peak_bytes"] / (gib * GIB) <= 1.25, remat
 
 
 @pytest.mark.parametrize(("argument", "topology"), [("125m", "h100:8"), ("2.7b,train_length=4096", "b200:1")])
@@ -264,9 +264,9 @@ def test_the_largest_batch_fits_and_its_double_does_not(argument, topology):
     hardware = read_topology(topology)
     run = planning.run_to_plan(read_config(f"configs/paper.py:{argument},{METHOD}"))
     plans = planning.plan_run(run, hardware)
-    batch_size, chosen = planning.largest_batch(run, hardware, plans), planning.best(plans) or plans[-1]
+    batch_size, chosen = planning.largest_batch(plans), planning.best(plans) or plans[-1]
     for size, fits in ((batch_size, True), (2 * batch_size, False)):
-        changed = planning.changed(run, read_mesh("mesh", chosen.mesh), chosen.remat, batch_size=size)
+        changed = planning.changed(run, chosen.run.mesh, chosen.run.model.remat, batch_size=size)
         (plan,) = planning.plan_run(changed, hardware, changed.mesh)
         assert plan.fits == fits
 
@@ -280,7 +280,7 @@ def test_the_printed_command_trains_what_was_planned():
         assert [program, *trained_by[:2]] == ["dape-train", *given]
         assert "--config.data.path=stdlib" in trained_by  # the recipe needs a text
         trained = planning.run_to_plan(read_config(given[0].removeprefix("--config="), trained_by[1:]))
-        assert trained == planning.changed(run, read_mesh("mesh", plan.mesh), plan.remat)
+        assert trained == plan.run
 
 
 @pytest.mark.extra
@@ -293,8 +293,8 @@ def test_a_run_is_planned_for_the_devices_of_this_process(tmp_path, capsys):
 
 
 def test_remat_increases_until_it_fits_and_the_report_has_every_try(monkeypatch, tmp_path):
-    def compiled(_, request, libtpu):
-        does_fit = request.run.model.remat != "none"
+    def compiled(_, plan, libtpu):
+        does_fit = plan.run.model.remat != "none"
         return copy.deepcopy(COMPILED) if does_fit else {"fits": False, "reason": "too large"}
 
     monkeypatch.setenv("TPU_LIBRARY_PATH", __file__)
@@ -302,13 +302,13 @@ def test_remat_increases_until_it_fits_and_the_report_has_every_try(monkeypatch,
     run, hardware = make_run(), read_topology("v5e:2x2")
     plans = planning.plan_run(run, hardware)
     meshes = [mesh.asked() for mesh in planning.candidates(run, hardware)]
-    tried = [(plan.mesh, plan.remat, plan.fits) for plan in plans]
+    tried = [(plan.run.mesh.asked(), plan.run.model.remat, plan.fits) for plan in plans]
     assert tried == [(mesh, remat, remat == "dots") for mesh in meshes for remat in ("none", "dots")]
-    text = planning.to_markdown(run, hardware, plans, 0.4, ["--config=mine.py"])
+    text = planning.to_markdown(run, plans, 0.4, ["--config=mine.py"])
     assert (text.count("no: too large"), text.count("**best**")) == (len(meshes), 1)
     added = "--config.mesh.data=4 --config.mesh.fsdp=1 --config.model.remat=dots --config.data.path=stdlib"
     assert text.endswith(f"train          dape-train --config=mine.py {added}\n")
-    planning.save(tmp_path, run, hardware, plans, 0.4)
+    planning.save(tmp_path, run, plans, 0.4)
     record = json.loads((tmp_path / "plan.json").read_text())
     assert record["costs"]["utilisation"] == 0.4
     assert record["best"] == 1  # of equal plans the first, which sends least

@@ -55,9 +55,9 @@ def main(settings: Settings, spec: dict[str, Any]) -> None:
     mesh = None if settings.mesh is None else read_mesh("--mesh", settings.mesh)
     plans = plan_run(run, hardware, mesh, by_formula=not settings.compile)
     given = [*command_line.config_flags(), "--workdir=runs/planned"]
-    print(to_markdown(run, hardware, plans, settings.utilisation, given), end="")
+    print(to_markdown(run, plans, settings.utilisation, given), end="")
     if settings.output:
-        save(Path(settings.output), run, hardware, plans, settings.utilisation)
+        save(Path(settings.output), run, plans, settings.utilisation)
 
 
 def command() -> None:

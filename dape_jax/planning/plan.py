@@ -15,7 +15,7 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,13 @@ from dape_jax.errors import InputError
 from dape_jax.files import write_json
 from dape_jax.hardware import GIB, UTILISATION, Chip, Slice, chip_of
 from dape_jax.model.attention import Implementation
-from dape_jax.model.flops import executed_flops, model_flops
+from dape_jax.model.flops import Flops, executed_flops, model_flops
 from dape_jax.model.transformer import attention_of, model_structure, parameter_counts
 from dape_jax.planning.compile import compile_error, find_libtpu, in_process, libtpu_version, slice_devices
 from dape_jax.planning.memory import estimate_memory
 from dape_jax.progress import Progress
 from dape_jax.provenance import provenance
-from dape_jax.sharding import AXES, BATCH_AXES, ROW_AXES, MeshConfig, activation_spec, make_mesh, read_mesh
+from dape_jax.sharding import AXES, BATCH_AXES, ROW_AXES, MeshConfig, activation_spec, make_mesh
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import abstract_state, make_train_step, shardings_of
 
@@ -103,15 +103,21 @@ def attached() -> Slice:
     return Slice(f"{num_devices} x {device.device_kind}", chip, num_devices, device.platform, is_attached=True)
 
 
-# ---- memory
+# ---- one step
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """Train step of a run on a slice."""
+class Plan:
+    """Train step of a run on a slice. Its figures are for one chip, unless stated otherwise."""
 
     run: RunConfig
     hardware: Slice
+    fits: bool = False  # whether it compiles and fits in the chips' memory
+    reason: str | None = None  # why it does not fit
+    compile_seconds: float | None = None  # None: the memory is by formula
+    peak_bytes: int | None = None
+    # By purpose: parameters, moments, batch, temporary (activations, gradients, gathered weights), program.
+    held_bytes: dict[str, int] | None = None
 
     @property
     def mesh(self) -> AbstractMesh:
@@ -147,13 +153,85 @@ class Request:
         )
         return mesh, step, (state, batch)
 
+    @property
+    def state_bytes(self) -> dict[str, int]:
+        """Return the memory of the parameters and the optimizer's moments, exactly."""
+        run = self.run
+        optimizer = make_optimizer(run.optimizer, run.train.num_steps)
+        state = abstract_state(run.model, optimizer, self.mesh, run.init.trained_kinds)
 
-Measure = Callable[[Request], dict[str, Any]]  # returns the fields of a `Plan` that tell its memory
+        def bytes_on_chip(tree: Any) -> int:
+            leaves = jax.tree.leaves(tree)
+            return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+        return {"parameters": bytes_on_chip(state.params), "moments": bytes_on_chip(state.opt_state)}
+
+    @property
+    def model_flops(self) -> Flops:
+        """Return the FLOPs that the model needs, over all chips, by part."""
+        return model_flops(self.run.model, self.run.train.train_length, self.run.train.batch_size)
+
+    @property
+    def executed_flops(self) -> int:
+        """Return the FLOPs of the step by formula: with recomputation, masked pairs and replicated computation."""
+        sizes, run, train = self.mesh.shape, self.run, self.run.train
+        batch_parts, row_parts = (math.prod(sizes[axis] for axis in axes) for axes in (BATCH_AXES, ROW_AXES))
+        tokens = train.batch_size * train.train_length // (batch_parts * sizes["context"] * train.accumulation_steps)
+        attention, *others = self.attentions
+        flops = executed_flops(
+            dataclasses.replace(run.model, attention=attention),
+            train.train_length,
+            train.batch_size,
+            row_parts=row_parts,
+            batch_parts=batch_parts,
+            accumulation_steps=train.accumulation_steps,
+            chunked_unembedding=tokens > train.logits_chunk_tokens,
+            alternate_attention=others[0] if others else None,
+        )
+        return flops.total // self.hardware.num_chips
+
+    def figures(self) -> dict[str, Any]:
+        """Return what is known of the step as JSON values, for plan.json."""
+        run, executed, needed = self.run, self.executed_flops, self.model_flops
+        measured = ("fits", "reason", "compile_seconds", "peak_bytes", "held_bytes")
+        return {
+            "mesh": run.mesh.asked(),
+            "remat": run.model.remat,
+            "batch_size": run.train.batch_size,
+            "length": run.train.train_length,
+            **{field: getattr(self, field) for field in measured},
+            "model_flops": dataclasses.asdict(needed),
+            "executed_flops": executed,
+            "step_seconds": executed / self.hardware.chip.peak_flops,  # a lower bound: the chip's peak
+            "mfu": needed.total / (executed * self.hardware.num_chips),  # model FLOPs utilisation, an upper bound
+        }
+
+    def costs(self, utilisation: float) -> dict[str, float]:
+        """Return steps, tokens, FLOPs of the model, and hours and chip-hours at this utilisation, of a whole run.
+
+            hours = FLOPs / (chips x peak x utilisation) / 3600
+
+        They are NaN for a chip of unknown peak. Validations, checkpoints and compilation are not counted.
+        """
+        train = self.run.train
+        flops = train.num_steps * self.model_flops.total
+        chip_hours = flops / (self.hardware.chip.peak_flops * utilisation * 3600)
+        return {
+            "steps": train.num_steps,
+            "tokens": train.num_steps * train.batch_size * train.train_length,
+            "flops": flops,
+            "utilisation": utilisation,
+            "hours": chip_hours / self.hardware.num_chips,
+            "chip_hours": chip_hours,
+        }
 
 
-def compile_request(request: Request) -> dict[str, Any]:
-    """Compile a step for a slice and return fields of its `Plan`. For a TPU, run it in a separate process."""
-    mesh, step, arguments = request.build()
+# ---- memory
+
+
+def compile_step(plan: Plan) -> dict[str, Any]:
+    """Compile a step for its slice and return `measured`'s argument. For a TPU, run it in a separate process."""
+    mesh, step, arguments = plan.build()
     started = time.monotonic()
     with jax.set_mesh(mesh):
         try:
@@ -168,95 +246,31 @@ def compile_request(request: Request) -> dict[str, Any]:
         "program": memory.generated_code_size_in_bytes,
     }
     # Only libtpu's peak includes temporary memory.
-    peak_bytes = memory.peak_memory_in_bytes if request.hardware.platform == "tpu" else sum(held.values())
+    peak_bytes = memory.peak_memory_in_bytes if plan.hardware.platform == "tpu" else sum(held.values())
     seconds = time.monotonic() - started
     return {"fits": True, "compile_seconds": seconds, "peak_bytes": peak_bytes, "held_bytes": held}
 
 
-def estimate(request: Request) -> dict[str, Any]:
-    """Return fields of the `Plan` of a step by formula; see `memory.py`."""
-    state = state_bytes(request)
-    held = {"arguments": sum(state.values())}
-    held |= estimate_memory(request.run, request.mesh, state, request.attentions)
+def estimate(plan: Plan) -> dict[str, Any]:
+    """Return `measured`'s argument by formula; see `memory.py`."""
+    state = plan.state_bytes
+    held = {"arguments": sum(state.values())} | estimate_memory(plan.run, plan.mesh, state, plan.attentions)
     return {"fits": True, "peak_bytes": sum(held.values()), "held_bytes": held}
 
 
-def state_bytes(request: Request) -> dict[str, int]:
-    """Return the memory of the parameters and the optimizer's moments on each chip, exactly."""
-    run = request.run
-    optimizer = make_optimizer(run.optimizer, run.train.num_steps)
-    state = abstract_state(run.model, optimizer, request.mesh, run.init.trained_kinds)
-
-    def bytes_on_chip(tree: Any) -> int:
-        leaves = jax.tree.leaves(tree)
-        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
-
-    return {"parameters": bytes_on_chip(state.params), "moments": bytes_on_chip(state.opt_state)}
+def measured(plan: Plan, outcome: dict[str, Any]) -> Plan:
+    """Return a plan with its memory: fields whose `held_bytes` has "arguments" in place of state and batch."""
+    if outcome["fits"]:
+        state, held, available = plan.state_bytes, outcome["held_bytes"], plan.hardware.memory_bytes
+        rest = held.pop("arguments") - sum(state.values())
+        outcome["held_bytes"] = state | {"batch and padding": rest} | held
+        if outcome["peak_bytes"] > available:
+            reason = f"needs {outcome['peak_bytes'] / GIB:.1f} GiB of {available / GIB:.1f} GiB"
+            outcome |= {"fits": False, "reason": reason}
+    return dataclasses.replace(plan, **outcome)
 
 
 # ---- plans
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Figures of a train step on one mesh; they are for one chip, unless stated otherwise."""
-
-    mesh: str  # in the notation of `--mesh`
-    remat: str  # rematerialisation policy of the layers
-    batch_size: int  # sequences, over all chips
-    length: int  # tokens in a sequence
-    fits: bool  # whether it compiles and fits in the chips' memory
-    reason: str | None = None  # why it does not fit
-    compile_seconds: float | None = None  # None: the memory is by formula
-    peak_bytes: int | None = None
-    # By purpose: parameters, moments, batch, temporary (activations, gradients, gathered weights), program.
-    held_bytes: dict[str, int] | None = None
-    model_flops: dict[str, int] | None = None  # FLOPs that the model needs, over all chips, by part
-    executed_flops: int | None = None  # by formula: with recomputation, masked pairs and replicated computation
-    step_seconds: float | None = None  # time of the executed FLOPs at the chip's peak, a lower bound
-    mfu: float | None = None  # model FLOPs utilisation at that time, an upper bound
-
-
-def make_plan(request: Request, measure: Measure) -> Plan:
-    """Find the memory of a step and return its plan."""
-    run, hardware = request.run, request.hardware
-    plan = Plan(run.mesh.asked(), run.model.remat, run.train.batch_size, run.train.train_length, fits=False)
-    outcome = measure(request)
-    if not outcome["fits"]:
-        return dataclasses.replace(plan, **outcome)
-    if outcome["peak_bytes"] > hardware.memory_bytes:
-        needed, available = (f"{size / GIB:.1f} GiB" for size in (outcome["peak_bytes"], hardware.memory_bytes))
-        return dataclasses.replace(plan, reason=f"needs {needed} of {available}")
-    needed = model_flops(run.model, plan.length, plan.batch_size)
-    executed = executed_of(request) // hardware.num_chips
-    state, held = state_bytes(request), outcome.pop("held_bytes")
-    return dataclasses.replace(
-        plan,
-        held_bytes=state | {"batch and padding": held.pop("arguments") - sum(state.values())} | held,
-        model_flops=dataclasses.asdict(needed),
-        executed_flops=executed,
-        step_seconds=executed / hardware.chip.peak_flops,
-        mfu=needed.total / (executed * hardware.num_chips),
-        **outcome,
-    )
-
-
-def executed_of(request: Request) -> int:
-    """Return `executed_flops` of a train step, over all chips."""
-    sizes, run, train = request.mesh.shape, request.run, request.run.train
-    batch_parts, row_parts = (math.prod(sizes[axis] for axis in axes) for axes in (BATCH_AXES, ROW_AXES))
-    chunk_tokens = train.batch_size * train.train_length // (batch_parts * sizes["context"] * train.accumulation_steps)
-    attention, *others = request.attentions
-    return executed_flops(
-        dataclasses.replace(run.model, attention=attention),
-        train.train_length,
-        train.batch_size,
-        row_parts=row_parts,
-        batch_parts=batch_parts,
-        accumulation_steps=train.accumulation_steps,
-        chunked_unembedding=chunk_tokens > train.logits_chunk_tokens,
-        alternate_attention=others[0] if others else None,
-    ).total
 
 
 def plan_run(run: RunConfig, hardware: Slice, mesh: MeshConfig | None = None, by_formula: bool = False) -> list[Plan]:
@@ -276,18 +290,16 @@ def plan_run(run: RunConfig, hardware: Slice, mesh: MeshConfig | None = None, by
     else:
         run.check_mesh(mesh.abstract(hardware.num_chips))
         meshes, remats = [mesh], (run.model.remat,)
-    if by_formula or (hardware.platform == "gpu" and not hardware.is_attached):
-        measure = estimate
-    elif hardware.is_attached:
-        measure = compile_request
-    else:
-        measure = functools.partial(in_process, compile_request, libtpu=find_libtpu())
+    measure = compile_step if hardware.is_attached and not by_formula else estimate
+    if not by_formula and not hardware.is_attached and hardware.platform == "tpu":
+        measure = functools.partial(in_process, compile_step, libtpu=find_libtpu())
     plans: list[Plan] = []
     with Progress(meshes, unit="mesh", desc=hardware.name) as bar:
         for each in bar:
             for remat in remats:
                 bar.set_postfix_str(f"{each.asked()} remat={remat}")
-                plans.append(make_plan(Request(changed(run, each, remat), hardware), measure))
+                plan = Plan(changed(run, each, remat), hardware)
+                plans.append(measured(plan, measure(plan)))
                 if plans[-1].fits:
                     break
     return plans
@@ -302,28 +314,27 @@ def changed(run: RunConfig, mesh: MeshConfig, remat: str, **train: Any) -> RunCo
 def best(plans: list[Plan]) -> Plan | None:
     """Return the plan that fits with the least recomputation, of equals the first, or None."""
     fitting = [plan for plan in plans if plan.fits]
-    return min(fitting, key=lambda plan: REMATS.index(plan.remat), default=None)
+    return min(fitting, key=lambda plan: REMATS.index(plan.run.model.remat), default=None)
 
 
-def largest_batch(run: RunConfig, hardware: Slice, plans: list[Plan]) -> int | None:
+def largest_batch(plans: list[Plan]) -> int | None:
     """Return the largest doubling or halving of a run's batch that fits by formula, or None.
 
     The formula is scaled to the memory of the best plan. If no plan fits, it is that of the last one.
     """
-    chosen = best(plans)
-    plan, available = chosen or plans[-1], hardware.memory_bytes
-    mesh = read_mesh("mesh", plan.mesh)
-    share = math.prod(mesh.sizes(hardware.num_chips)[: len(BATCH_AXES)]) * run.train.accumulation_steps
+    plan = best(plans) or plans[-1]
+    run, available, batch_size = plan.run, plan.hardware.memory_bytes, plan.run.train.batch_size
 
     def peak(batch_size: int) -> int:
-        return estimate(Request(changed(run, mesh, plan.remat, batch_size=batch_size), hardware))["peak_bytes"]
+        resized = changed(run, run.mesh, run.model.remat, batch_size=batch_size)
+        return estimate(Plan(resized, plan.hardware))["peak_bytes"]
 
-    batch_size = plan.batch_size
-    if chosen is not None and chosen.peak_bytes is not None:
-        scale = chosen.peak_bytes / peak(batch_size)
+    if plan.fits and plan.peak_bytes is not None:
+        scale = plan.peak_bytes / peak(batch_size)
         while scale * peak(2 * batch_size) <= available:
             batch_size *= 2
         return batch_size
+    share = math.prod(plan.mesh.shape[axis] for axis in BATCH_AXES) * run.train.accumulation_steps
     while batch_size % (2 * share) == 0:
         batch_size //= 2
         if peak(batch_size) <= available:
@@ -331,34 +342,14 @@ def largest_batch(run: RunConfig, hardware: Slice, plans: list[Plan]) -> int | N
     return None
 
 
-def costs(run: RunConfig, hardware: Slice, plan: Plan, utilisation: float) -> dict[str, float]:
-    """Return steps, tokens, FLOPs of the model, and hours and chip-hours at this utilisation, of a whole run.
-
-        hours = FLOPs / (chips x peak x utilisation) / 3600
-
-    They are NaN for a chip of unknown peak. Validations, checkpoints and compilation are not counted.
-    """
-    assert plan.model_flops
-    flops = run.train.num_steps * sum(plan.model_flops.values())
-    chip_hours = flops / (hardware.chip.peak_flops * utilisation * 3600)
-    return {
-        "steps": run.train.num_steps,
-        "tokens": run.train.num_steps * plan.batch_size * plan.length,
-        "flops": flops,
-        "utilisation": utilisation,
-        "hours": chip_hours / hardware.num_chips,
-        "chip_hours": chip_hours,
-    }
-
-
 def train_command(run: RunConfig, plan: Plan, given: Sequence[str]) -> str:
     """Return the command that trains as planned: `given` flags, and those for which the plan differs from the config.
 
     If the config has no text, it is the standard library's, in place of a corpus.
     """
-    sizes, asked = vars(read_mesh("mesh", plan.mesh)), vars(run.mesh)
-    added = {f"mesh.{axis}": size for axis, size in sizes.items() if size != asked[axis]}
-    added |= {} if plan.remat == run.model.remat else {"model.remat": plan.remat}
+    asked, planned = vars(run.mesh), vars(plan.run.mesh)
+    added = {f"mesh.{axis}": size for axis, size in planned.items() if size != asked[axis]}
+    added |= {} if plan.run.model.remat == run.model.remat else {"model.remat": plan.run.model.remat}
     added |= {"data.path": STDLIB} if run.data.path == STDLIB else {}
     own = [f"--config.{field}={value}" for field, value in added.items()]
     return shlex.join(["dape-train", *dict.fromkeys([*given, *own])])
@@ -367,13 +358,13 @@ def train_command(run: RunConfig, plan: Plan, given: Sequence[str]) -> str:
 # ---- report
 
 
-def to_markdown(run: RunConfig, hardware: Slice, plans: list[Plan], utilisation: float, given: Sequence[str]) -> str:
-    """Return a table with a line for each plan, and memory, costs and `train_command` of the best."""
-    chip, model, chosen = hardware.chip, run.model, best(plans)
+def to_markdown(run: RunConfig, plans: list[Plan], utilisation: float, given: Sequence[str]) -> str:
+    """Return a table with a line for each plan of a run, and memory, costs and `train_command` of the best."""
+    hardware, model, train, chosen = plans[0].hardware, run.model, run.train, best(plans)
     bias, processor = (type(each).__name__.removesuffix("Config") for each in (model.bias, model.processor))
     num_params = parameter_counts(model_structure(model)[1])["total"]
-    is_known = not math.isnan(chip.peak_flops)
-    peak = f" and {chip.peak_flops / 1e12:g} TFLOP/s" if is_known else ""
+    is_known = not math.isnan(hardware.chip.peak_flops)
+    peak = f" and {hardware.chip.peak_flops / 1e12:g} TFLOP/s" if is_known else ""
     lines = [
         f"# {hardware.name}: {hardware.memory_bytes / GIB:.1f} GiB{peak} a chip",
         "",
@@ -384,28 +375,27 @@ def to_markdown(run: RunConfig, hardware: Slice, plans: list[Plan], utilisation:
         "|---|---|---|---|---|---|",
     ]
     for plan in plans:
-        cells = [plan.mesh, plan.remat, "yes" if plan.fits else f"no: {plan.reason}", "", "", ""]
-        if plan.fits and plan.step_seconds and plan.peak_bytes:
-            least = f"{plan.step_seconds * 1e3:.1f}" if is_known else ""
-            cells[3:] = [f"{plan.peak_bytes / GIB:.2f}", least, f"{plan.mfu:.0%}"]
+        cells = [plan.run.mesh.asked(), plan.run.model.remat, "yes" if plan.fits else f"no: {plan.reason}", "", "", ""]
+        if plan.fits and plan.peak_bytes:
+            figures = plan.figures()
+            least = f"{figures['step_seconds'] * 1e3:.1f}" if is_known else ""
+            cells[3:] = [f"{plan.peak_bytes / GIB:.2f}", least, f"{figures['mfu']:.0%}"]
         lines.append(f"| {' | '.join(cells)} |" + (" **best**" if plan is chosen else ""))
-    largest = largest_batch(run, hardware, plans)
-    batch = "no batch fits" if largest is None else f"{largest:,} x {plans[0].length:,} tokens, estimated"
+    largest = largest_batch(plans)
+    batch = "no batch fits" if largest is None else f"{largest:,} x {train.train_length:,} tokens, estimated"
     if chosen is None:
         advice = "a larger one needs --config.train.accumulation_steps"
         return "\n".join([*lines, "", "No mesh that was tried fits.", f"largest batch  {batch}; {advice}"]) + "\n"
     assert chosen.held_bytes
     how = "by formula" if chosen.compile_seconds is None else "compiled"
     parts = ", ".join(f"{size / GIB:.2f} {name}" for name, size in chosen.held_bytes.items() if size >= GIB / 100)
-    cost = costs(run, hardware, chosen, utilisation)
-    steps = f"{cost['steps']:,} steps of {chosen.batch_size:,} x {chosen.length:,} tokens"
-    time_text = f"unknown: the peak of {chip.name} is not known; train some steps, and read tokens/s in the log"
+    cost = chosen.costs(utilisation)
+    steps = f"{train.num_steps:,} steps of {train.batch_size:,} x {train.train_length:,} tokens"
+    time_text = f"unknown, like the peak of {hardware.chip.name}; train some steps, and read tokens/s in the log"
     if is_known:
-        assert chosen.step_seconds
-        least = cost["steps"] * chosen.step_seconds / 3600
         hours, chip_hours, least_hours = (
             f"{each:,.1f}" if each >= 1 else f"{each:.2g}" if each >= 0.01 else "< 0.01"
-            for each in (cost["hours"], cost["chip_hours"], least)
+            for each in (cost["hours"], cost["chip_hours"], train.num_steps * chosen.figures()["step_seconds"] / 3600)
         )
         time_text = f"{hours} hours, {chip_hours} chip-hours at a utilisation of {utilisation:.0%}"
         time_text += f" (--utilisation); at least {least_hours} hours"
@@ -420,9 +410,9 @@ def to_markdown(run: RunConfig, hardware: Slice, plans: list[Plan], utilisation:
     return "\n".join(lines) + "\n"
 
 
-def save(directory: Path, run: RunConfig, hardware: Slice, plans: list[Plan], utilisation: float) -> None:
+def save(directory: Path, run: RunConfig, plans: list[Plan], utilisation: float) -> None:
     """Write plan.json to an existing directory."""
-    origin, chosen = provenance("jaxlib", "flax", "optax"), best(plans)
+    origin, hardware, chosen = provenance("jaxlib", "flax", "optax"), plans[0].hardware, best(plans)
     if hardware.platform == "tpu" and any(plan.compile_seconds for plan in plans):
         origin["versions"]["libtpu"] = libtpu_version(find_libtpu())
     record = {
@@ -430,9 +420,9 @@ def save(directory: Path, run: RunConfig, hardware: Slice, plans: list[Plan], ut
         "num_chips": hardware.num_chips,
         "chip": dataclasses.asdict(hardware.chip),
         "best": chosen and plans.index(chosen),
-        "costs": chosen and costs(run, hardware, chosen, utilisation),
-        "largest_batch": largest_batch(run, hardware, plans),
-        "plans": [dataclasses.asdict(plan) for plan in plans],
+        "costs": chosen and chosen.costs(utilisation),
+        "largest_batch": largest_batch(plans),
+        "plans": [plan.figures() for plan in plans],
         "config": resolved(run),
         **{key: origin[key] for key in ("commit", "command", "versions")},
     }
@@ -446,4 +436,4 @@ def print_attached(spec: dict[str, Any], given: Sequence[str]) -> None:
     plans = plan_run(run, hardware, run.mesh)
     wait_for_all("planning")  # a process that ended while another compiles would end it
     if jax.process_index() == 0:
-        print(to_markdown(run, hardware, plans, UTILISATION, given), end="")
+        print(to_markdown(run, plans, UTILISATION, given), end="")
