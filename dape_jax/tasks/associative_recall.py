@@ -57,9 +57,9 @@ ASSOCIATIVE_RECALL = {
         "context-sensitive",
         tuple(f"key {i}" for i in range(NUM_KEYS)) + tuple(f"value {i}" for i in range(NUM_VALUES)),
         tuple(f"value {i}" for i in range(NUM_VALUES)),
+        solve_associative_recall,
         lambda length: max(1, num_pairs(length)),
         sample_associative_recall,
-        solve_associative_recall,
         answered_in_place=True,
         longest=3 * NUM_KEYS,
     )

@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 from jaxtyping import Int32
 
-from dape_jax.tasks.regular import BITS, DIGITS, MINUS, MODULUS, PLUS, TIMES, strings
-from dape_jax.tasks.task import Symbols, Targets, Task
+from dape_jax.tasks.regular import MINUS, MODULUS, PLUS, TIMES
+from dape_jax.tasks.task import BITS, DIGITS, Symbols, Targets, Task, strings
 
 END = 2  # after a target of bits
 POP, PUSH_0 = 2, 3
@@ -139,38 +139,27 @@ def solve_solve_equation(inputs_BN: Symbols) -> Targets:
     return ((inputs_BN[:, -1] - with_0_B) * (with_1_B - with_0_B) % MODULUS)[:, None]
 
 
+# x is the unknown of the reference; it is never drawn in expressions.
+EXPRESSIONS, EQUATIONS = (*DIGITS, "+", "-", "*", "(", ")", "x"), (*DIGITS, "+", "-", "(", ")", "x", "=")
 CONTEXT_FREE = {
     "stack_manipulation": Task(
         "context-free",
         (*BITS, "POP", "PUSH 0", "PUSH 1"),
         (*BITS, "END"),
+        solve_stack_manipulation,
         lambda length: length + 1,
         sample_stack_manipulation,
-        solve_stack_manipulation,
         end=END,
     ),
     "reverse_string": Task(
-        "context-free",
-        BITS,
-        BITS,
-        lambda length: length,
-        partial(strings, 2),
-        lambda inputs_BN: inputs_BN[:, ::-1].copy(),
+        "context-free", BITS, BITS, lambda inputs_BN: inputs_BN[:, ::-1].copy(), lambda length: length
     ),
     "modular_arithmetic_brackets": Task(
         "context-free",
-        (*DIGITS, "+", "-", "*", "(", ")", "x"),  # x is the unknown of the reference; it is never drawn
+        EXPRESSIONS,
         DIGITS,
-        lambda _: 1,
-        partial(expressions, num_operators=3),
         lambda inputs_BN: values(inputs_BN)[:, None],
+        sampler=partial(expressions, num_operators=3),
     ),
-    "solve_equation": Task(
-        "context-free",
-        (*DIGITS, "+", "-", "(", ")", "x", "="),
-        DIGITS,
-        lambda _: 1,
-        sample_solve_equation,
-        solve_solve_equation,
-    ),
+    "solve_equation": Task("context-free", EQUATIONS, DIGITS, solve_solve_equation, sampler=sample_solve_equation),
 }

@@ -14,8 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from dape_jax.tasks.context_free import END
-from dape_jax.tasks.regular import BITS, DIGITS, strings
-from dape_jax.tasks.task import Symbols, Targets, Task
+from dape_jax.tasks.task import BITS, DIGITS, Symbols, Targets, Task, strings
 
 OPERATOR = 2  # between two numbers
 MISSING, PAD = 2, 3
@@ -124,64 +123,40 @@ def solve_compute_sqrt(inputs_BN: Symbols) -> Targets:
     return integers_to_bits(roots, (inputs_BN.shape[1] + 1) // 2)[:, ::-1].copy()
 
 
+TWO_NUMBERS = {"sampler": sample_two_numbers, "end": END}
 CONTEXT_SENSITIVE = {
     "duplicate_string": Task(
-        "context-sensitive",
-        BITS,
-        BITS,
-        lambda length: 2 * length,
-        partial(strings, 2),
-        lambda inputs_BN: np.concatenate([inputs_BN, inputs_BN], axis=1),
+        "context-sensitive", BITS, BITS, lambda inputs_BN: np.tile(inputs_BN, 2), lambda length: 2 * length
     ),
     "missing_duplicate_string": Task(
         "context-sensitive",
         (*BITS, "?", "_"),
         BITS,
-        lambda _: 1,
-        sample_missing_duplicate_string,
         solve_missing_duplicate_string,
+        sampler=sample_missing_duplicate_string,
     ),
     "odds_first": Task(  # indices 1, 3, 5, .., then 0, 2, 4, ..
         "context-sensitive",
         BITS,
         BITS,
-        lambda length: length,
-        partial(strings, 2),
         lambda inputs_BN: np.concatenate([inputs_BN[:, 1::2], inputs_BN[:, ::2]], axis=1),
+        lambda length: length,
     ),
     "binary_addition": Task(
-        "context-sensitive",
-        (*BITS, "+"),
-        (*BITS, "END"),
-        lambda length: length + 1,
-        sample_two_numbers,
-        solve_binary_addition,
-        end=END,
+        "context-sensitive", (*BITS, "+"), (*BITS, "END"), solve_binary_addition, lambda N: N + 1, **TWO_NUMBERS
     ),
     "binary_multiplication": Task(
-        "context-sensitive",
-        (*BITS, "*"),
-        (*BITS, "END"),
-        lambda length: length,
-        sample_two_numbers,
-        solve_binary_multiplication,
-        end=END,
+        "context-sensitive", (*BITS, "*"), (*BITS, "END"), solve_binary_multiplication, lambda N: N, **TWO_NUMBERS
     ),
     "compute_sqrt": Task(
         "context-sensitive",
         BITS,
         BITS,
+        solve_compute_sqrt,
         lambda length: (length + 1) // 2,
         partial(sample_accepted_bits, accepts=lambda bits_BN: bits_BN.max(axis=1) == 1),  # a positive number
-        solve_compute_sqrt,
     ),
     "bucket_sort": Task(
-        "context-sensitive",
-        DIGITS,
-        DIGITS,
-        lambda length: length,
-        partial(strings, 5),
-        lambda inputs_BN: np.sort(inputs_BN, axis=1),
-        permutation_invariant=True,
+        "context-sensitive", DIGITS, DIGITS, np.sort, lambda length: length, permutation_invariant=True
     ),
 }

@@ -4,21 +4,12 @@ In: a random generator and a length, or the inputs of a batch. Out: `inputs_BN`,
 `REGULAR` at the end of this file. Next: `context_free.py`.
 """
 
-from functools import partial
-
 import numpy as np
 
-from dape_jax.tasks.task import Symbols, Targets, Task
+from dape_jax.tasks.task import BITS, DIGITS, Symbols, Targets, Task, strings
 
-MODULUS = 5
-BITS = ("0", "1")
-DIGITS = ("0", "1", "2", "3", "4")  # below MODULUS
+MODULUS = len(DIGITS)
 PLUS, MINUS, TIMES = 5, 6, 7  # after the digits
-
-
-def strings(num_symbols: int, rng: np.random.Generator, num: int, length: int) -> Symbols:
-    """Draw strings of independent symbols, uniform in 0..num_symbols - 1."""
-    return rng.integers(0, num_symbols, (num, length), np.int32)
 
 
 def solve_even_pairs(inputs_BN: Symbols) -> Targets:
@@ -36,6 +27,16 @@ def sample_modular_arithmetic(rng: np.random.Generator, num: int, length: int) -
     return symbols_BN
 
 
+def solve_parity_check(inputs_BN: Symbols) -> Targets:
+    """Return 1 if the number of 1s is odd, else 0."""
+    return inputs_BN.sum(axis=1, keepdims=True, dtype=np.int32) % 2
+
+
+def solve_cycle_navigation(inputs_BN: Symbols) -> Targets:
+    """Return the final position after steps on a cycle of five positions."""
+    return (inputs_BN - 1).sum(axis=1, keepdims=True, dtype=np.int32) % MODULUS
+
+
 def solve_modular_arithmetic(inputs_BN: Symbols) -> Targets:
     """Return the value modulo 5, with products before sums.
 
@@ -50,32 +51,13 @@ def solve_modular_arithmetic(inputs_BN: Symbols) -> Targets:
     return (total_B + term_B)[:, None] % MODULUS
 
 
+# _ is the blank of the reference; it is never drawn.
+ARITHMETIC = (*DIGITS, "+", "-", "*", "_")
 REGULAR = {
-    "even_pairs": Task("regular", BITS, BITS, lambda _: 1, partial(strings, 2), solve_even_pairs),
+    "even_pairs": Task("regular", BITS, BITS, solve_even_pairs),
     "modular_arithmetic": Task(
-        "regular",
-        (*DIGITS, "+", "-", "*", "_"),  # _ is the blank of the reference; it is never drawn
-        DIGITS,
-        lambda _: 1,
-        sample_modular_arithmetic,
-        solve_modular_arithmetic,
+        "regular", ARITHMETIC, DIGITS, solve_modular_arithmetic, sampler=sample_modular_arithmetic
     ),
-    "parity_check": Task(
-        "regular",
-        BITS,
-        BITS,
-        lambda _: 1,
-        partial(strings, 2),
-        lambda inputs_BN: inputs_BN.sum(axis=1, keepdims=True, dtype=np.int32) % 2,
-        permutation_invariant=True,
-    ),
-    "cycle_navigation": Task(  # the final position after steps on a cycle of five positions
-        "regular",
-        ("-1", "0", "+1"),
-        DIGITS,
-        lambda _: 1,
-        partial(strings, 3),
-        lambda inputs_BN: (inputs_BN - 1).sum(axis=1, keepdims=True, dtype=np.int32) % MODULUS,
-        permutation_invariant=True,
-    ),
+    "parity_check": Task("regular", BITS, BITS, solve_parity_check, permutation_invariant=True),
+    "cycle_navigation": Task("regular", ("-1", "0", "+1"), DIGITS, solve_cycle_navigation, permutation_invariant=True),
 }
