@@ -259,10 +259,10 @@ def test_a_signal_traces_the_next_steps_of_its_process(tmp_path, monkeypatch):
 
 def test_a_stalled_run_is_one_line_with_its_place(monkeypatch, caplog):
     monkeypatch.setattr(watch, "STALL_SECONDS", 0.2)
-    with watch.Watchdog(4) as watchdog:
+    with watch.watchdog(4) as note_end:
         for step in (5, 6):
             time.sleep(0.1)
-            watchdog.ended(step)
+            note_end(step)
         process_zero_only(lambda: time.sleep(0.7))
     (line,) = caplog.messages
     assert line.startswith("process 0: no step has ended for 0 minutes, since step 6: in process_zero_only, ")

@@ -66,7 +66,7 @@ def programs_once(monkeypatch) -> None:
 
         return call
 
-    for name in ("make_train_step", "make_nll_step"):
+    for name in ("make_train_step", "make_sums_step"):
         monkeypatch.setattr(loop, name, first_result(getattr(loop, name)))
 
 

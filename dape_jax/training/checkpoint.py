@@ -143,11 +143,9 @@ def _sums(leaves: list[Array], sharding: NamedSharding | None) -> UInt32[Array, 
     """
 
     def sums(leaf: Array) -> Array:
-        if jnp.issubdtype(leaf.dtype, jnp.bool_):
-            words = leaf.astype(jnp.uint32)
-        else:  # 8 bytes become two words, in a new last dim
-            unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[leaf.dtype.itemsize]
-            words = jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
+        leaf = leaf.astype(jnp.uint8) if leaf.dtype == bool else leaf
+        unsigned = f"uint{min(8 * leaf.dtype.itemsize, 32)}"  # 8 bytes become two words, in a new last dim
+        words = jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
         index = jnp.zeros(words.shape, jnp.uint32)
         for dim, size in enumerate(words.shape):
             index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)

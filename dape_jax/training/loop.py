@@ -36,12 +36,11 @@ from dape_jax.training.step import (
     TrainState,
     abstract_state,
     init_state,
-    make_nll_step,
     make_sums_step,
     make_train_step,
     shardings_of,
 )
-from dape_jax.training.watch import Trace, Watchdog, train_log
+from dape_jax.training.watch import Trace, train_log, watchdog
 from dape_jax.training.weights import Start, read_start
 
 logger = logging.getLogger(__name__)
@@ -180,7 +179,7 @@ def _train(
             checkpoint.Checkpoints(workdir, run.train.max_to_keep) as manager,
             MetricLogger(files, run, start) as metric_logger,
             Trace(files, run.train.profile_steps, start) as trace,
-            Watchdog(start) as watchdog,
+            watchdog(start) as note_end,
         ):
             if preemption.should_stop(start):
                 raise preemption.stopped(f"before step {start + 1}")
@@ -196,7 +195,7 @@ def _train(
                 state, metrics = train_step(state, batch)
                 trace.end(step, metrics)
                 metric_logger.log(step, metrics, int(tokens) * run.train.batch_size)
-                watchdog.ended(step - 1)  # whose metrics were fetched
+                note_end(step - 1)  # whose metrics were fetched
                 last, stop = step == run.train.num_steps, preemption.should_stop(step)
                 is_due = timer.is_due(step) or step % run.train.checkpoint_interval == 0
                 refresh_lock()
@@ -246,30 +245,21 @@ def make_validation(
 
     Of several texts, it returns the loss of each and their mean with the weights of the mixture.
     """
+    step = make_sums_step(graphdef)
 
-    def mean_nll(params: Params, batches: list[Batch]) -> float:
-        nats, weight = 0.0, 0.0
-        for batch in (put_batch(batch, mesh) for batch in batches):
-            nll_BT = nll_step(params, batch)
-            nats += float((nll_BT * batch["weights"] if "weights" in batch else nll_BT).sum())
-            weight += float(batch["weights"].sum()) if "weights" in batch else nll_BT.size
-        return nats / weight
-
-    def of_corpora(params: Params) -> dict[str, float]:
-        losses = {path: mean_nll(params, batches) for path, batches in validation.items()}
+    def validate(params: Params) -> dict[str, float]:
+        found = {}
+        for name, batches in validation.items():
+            sums = jax.device_get([step(params, put_batch(batch, mesh)) for batch in batches])
+            found[name] = np.sum(sums, axis=0, dtype=np.float64)
+        losses = {name: float(nats / weight) for name, (nats, weight, *_) in found.items()}
+        if isinstance(run, TaskRunConfig):
+            ((_, _, num_correct, num_answers),) = found.values()
+            return {"loss_nats": losses[run.data.task], "accuracy": float(num_correct / num_answers)}
         if len(losses) == 1:
             return {"loss_nats": next(iter(losses.values()))}
+        weights = run.data.weights
         mean = sum(weights[path] * loss for path, loss in losses.items()) / sum(weights[path] for path in losses)
         return {"loss_nats": mean} | {f"loss_nats/{path}": loss for path, loss in losses.items()}
 
-    def of_task(params: Params) -> dict[str, float]:
-        (batches,) = validation.values()
-        sums = [sums_step(params, put_batch(batch, mesh)) for batch in batches]
-        nats, weight, num_correct, num_answers = np.sum(jax.device_get(sums), axis=0)
-        return {"loss_nats": float(nats / weight), "accuracy": float(num_correct / num_answers)}
-
-    if isinstance(run, TaskRunConfig):
-        sums_step = make_sums_step(graphdef)
-        return of_task
-    nll_step, weights = make_nll_step(graphdef, run.train.train_length), run.data.weights
-    return of_corpora
+    return validate

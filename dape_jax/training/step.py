@@ -256,15 +256,21 @@ def make_nll_step(graphdef: nnx.GraphDef, last_tokens: int, logits_chunk_tokens:
 
 
 def make_sums_step(graphdef: nnx.GraphDef) -> Wrapped:
-    """Return the jitted `step(params, batch) -> sums` for batches of an algorithmic task.
+    """Return the jitted `step(params, batch) -> sums` for validation.
 
-    The sums are a float32 vector: loss in nats, its weights, number of correct answers, number of answers.
+    The sums are a float32 vector: loss in nats and its weights; for a batch of an algorithmic task, which has tokens
+    that are `counted`, also the number of correct answers and the number of answers.
     """
 
-    def step(params: Params, batch: dict[str, Array]) -> Float[Array, "4"]:
+    def step(params: Params, batch: dict[str, Array]) -> Float[Array, "sums"]:
+        targets_BT = batch["targets"]
+        if "counted" not in batch:
+            nll_BT = make_nll_step(graphdef, targets_BT.shape[1])(params, batch)
+            weights_BT = batch["weights"] if "weights" in batch else jnp.ones_like(nll_BT)
+            return jnp.stack([(nll_BT * weights_BT).sum(), weights_BT.sum()])
         logits_BTV = nnx.merge(graphdef, params)(batch["inputs"], positions_of(batch))
-        is_correct_BT = logits_BTV.argmax(axis=-1) == batch["targets"]
-        nll_BT, weights_BT, counted_BT = nll(logits_BTV, batch["targets"]), batch["weights"], batch["counted"]
+        is_correct_BT = logits_BTV.argmax(axis=-1) == targets_BT
+        nll_BT, weights_BT, counted_BT = nll(logits_BTV, targets_BT), batch["weights"], batch["counted"]
         sums = (nll_BT * weights_BT, weights_BT, is_correct_BT & counted_BT, counted_BT)
         return jnp.stack([values.sum(dtype=jnp.float32) for values in sums])
 

@@ -101,35 +101,36 @@ class Trace:
             logger.info("trace: profile/%s", self.name)
 
 
-class Watchdog:
-    """Thread that logs one line, with the place in the code, when no step has ended for `STALL_SECONDS`."""
+@contextlib.contextmanager
+def watchdog(start: int) -> Iterator[Callable[[int], None]]:
+    """Log one line, with the place in the code, when no step has ended for `STALL_SECONDS`, until the block ends.
 
-    def __init__(self, start: int):
-        self.step, self.ended_at, self.thread_id = start, time.monotonic(), threading.get_ident()
-        self.closed = threading.Event()
-        self.thread = threading.Thread(target=self._watch, daemon=True)
+    Yields a function to call with each step that has ended, after step `start`.
+    """
+    ended, closed, main = (start, time.monotonic()), threading.Event(), threading.get_ident()
 
-    def __enter__(self) -> "Watchdog":
-        self.thread.start()
-        return self
+    def note(step: int) -> None:
+        nonlocal ended
+        ended = step, time.monotonic()
 
-    def __exit__(self, *exception: object) -> None:
-        self.closed.set()
-        self.thread.join()
-
-    def ended(self, step: int) -> None:
-        """Note that a step has ended."""
-        self.step, self.ended_at = step, time.monotonic()
-
-    def _watch(self) -> None:
-        told = -1
-        while not self.closed.wait(STALL_SECONDS / 10):
-            step, idle = self.step, time.monotonic() - self.ended_at
+    def watch() -> None:
+        told = None
+        while not closed.wait(STALL_SECONDS / 10):
+            (step, ended_at), frame = ended, sys._current_frames().get(main)
+            idle = time.monotonic() - ended_at
             if idle < STALL_SECONDS or step == told:
                 continue
-            told, frame = step, sys._current_frames().get(self.thread_id)
             while frame is not None and not Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
                 frame = frame.f_back
             place = "" if frame is None else f": in {frame.f_code.co_name}, {frame.f_code.co_filename}:{frame.f_lineno}"
             message = "process %d: no step has ended for %.0f minutes, since step %d%s"
             logger.warning(message, jax.process_index(), idle / 60, step, place)
+            told = step
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield note
+    finally:
+        closed.set()
+        thread.join()
