@@ -20,11 +20,9 @@ from dape_jax.evaluation.programs import available_bytes, predicted_bytes
 from dape_jax.hardware import GIB, mfu
 from dape_jax.model.attention import IMPLEMENTATIONS
 from dape_jax.model.flops import model_flops
-from dape_jax.model.transformer import model_structure
 from dape_jax.recipes import RECIPES, read_module
 from dape_jax.sharding import make_mesh, put_batch
-from dape_jax.training.optimizer import make_optimizer
-from dape_jax.training.step import abstract_state, init_state, make_train_step, shardings_of
+from dape_jax.training.step import Training, abstract_state, init_state, make_train_step, shardings_of
 from experiments.methods import METHODS, PRESETS
 
 
@@ -65,26 +63,15 @@ class Step:
             MemoryError: the step does not fit.
         """
         self.run, self.mesh, self.seconds, self.loss_nats = run, make_mesh(run.mesh), [], 0.0
-        graphdef, _ = model_structure(run.model)
-        optimizer = make_optimizer(run.optimizer, run.train.num_steps)
-        state = abstract_state(run.model, optimizer, self.mesh)
-        shardings = shardings_of(state)
+        training = Training.of(run, self.mesh)
+        state = abstract_state(training)
         # Jitted here, so that it is compiled once, not in every turn.
-        self.init = jax.jit(
-            lambda: init_state(run.model, optimizer, run.train.seed, self.mesh), out_shardings=shardings
-        )
-        step = make_train_step(
-            graphdef,
-            optimizer,
-            shardings,
-            accumulation_steps=run.train.accumulation_steps,
-            logits_chunk_tokens=run.train.logits_chunk_tokens,
-        )
+        self.init = jax.jit(lambda: init_state(training), out_shardings=shardings_of(state))
         shape = (run.train.batch_size, run.train.train_length + 1)
         tokens = np.random.default_rng(0).integers(run.model.vocab_size, size=shape, dtype=np.int32)
         self.rows = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
         with jax.set_mesh(self.mesh):
-            self.program = compile_program(step, state, put_batch(self.rows, self.mesh))
+            self.program = compile_program(make_train_step(training), state, put_batch(self.rows, self.mesh))
         self.needed_bytes, free = predicted_bytes(self.program.run), available_bytes(self.mesh)
         if self.needed_bytes > free:
             raise MemoryError(f"out of memory: {self.needed_bytes / GIB:.1f} GiB are needed, {free / GIB:.1f} are free")

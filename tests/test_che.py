@@ -38,8 +38,7 @@ from dape_jax.sharding import MeshConfig, make_mesh, put_batch
 from dape_jax.tasks import CHE, TASKS
 from dape_jax.tasks.tapes import TRAINING, TaskConfig, draw_tapes, make_tapes
 from dape_jax.training import loop
-from dape_jax.training.optimizer import make_optimizer
-from dape_jax.training.step import init_state, make_sums_step, make_train_step, shardings_of
+from dape_jax.training.step import Training, init_state, make_sums_step, make_train_step
 
 pytestmark = pytest.mark.extra
 
@@ -247,17 +246,17 @@ def test_devices_that_share_a_tape_train_the_same():
     argument = "task=duplicate_string,bias=kerple,processor=dape,positions=80"
     run = TaskRunConfig.from_dict(spec(argument, model__dropout=0.0))
     graphdef, _ = model_structure(run.model)
-    optimizer = make_optimizer(run.optimizer, 10)
     batch = draw_tapes(run.data, TRAINING, 0, 8, length=4)
     assert batch["inputs"].shape[1] == 16
     found = []
     for sizes, devices in (((1, 1, 1, 1), 1), ((1, 2, 4, 1), 8)):
         mesh = make_mesh(MeshConfig(*sizes), jax.devices()[:devices])
-        state = init_state(run.model, optimizer, 0, mesh)
+        training = Training.of(run, mesh)
+        state = init_state(training)
         with jax.set_mesh(mesh):
             placed = put_batch(batch, mesh)
             sums = make_sums_step(graphdef)(state.params, placed)  # validation
-            state, metrics = make_train_step(graphdef, optimizer, shardings_of(state))(state, placed)
+            state, metrics = make_train_step(training)(state, placed)
         found.append(jax.device_get((metrics["loss_nats"], sums, state.opt_state)))
     chex.assert_trees_all_close(found[0], found[1], atol=2e-5, rtol=1e-5)
 

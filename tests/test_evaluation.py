@@ -43,8 +43,7 @@ from dape_jax.evaluation.trained import TrainedModel, corpora_of, named_apart, r
 from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, put_batch
 from dape_jax.training import checkpoint
-from dape_jax.training.optimizer import make_optimizer
-from dape_jax.training.step import abstract_params, init_state, make_nll_step, make_train_step, shardings_of
+from dape_jax.training.step import Training, abstract_params, init_state, make_nll_step, make_train_step
 
 ALL = MeshConfig(data=1, fsdp=-1, context=1, tensor=1)
 
@@ -494,11 +493,9 @@ def test_training_loss_is_the_evaluators_loss(trained_root):
     mesh = make_mesh(run.mesh)
     corpus = load_corpus(run.data)
     batch = next(train_batches(corpus.train, train_length=16, global_batch_size=8, seed=0, shard_index=0, num_shards=1))
-    graphdef, _ = model_structure(run.model)
     at_length, _ = model_structure(model_at(run.model, 16, run.evaluation, "rope", 16))
-    optimizer = make_optimizer(run.optimizer, 4)
-    state = init_state(run.model, optimizer, 0, mesh)
-    step = make_train_step(graphdef, optimizer, shardings_of(state))
+    training = Training.of(run, mesh)
+    state, step = init_state(training), make_train_step(training)
     with jax.set_mesh(mesh):
         evaluated = np.asarray(make_nll_step(at_length, 16)(state.params, put_batch(batch, mesh)))
         _, metrics = step(state, put_batch(batch, mesh))
@@ -509,7 +506,7 @@ def test_scores_are_those_of_whole_windows_dense_and_blockwise(trained_root, cap
     """Score all tokens of dense windows in one call: the evaluator's are its last, without a new program."""
     mesh, model = make_mesh(ALL), untrained(trained_root, evaluation__lengths=(16, 64), evaluation__blockwise_from=64)
     store = load_corpus(model.run.data).validation
-    params = init_state(model.run.model, make_optimizer(model.run.optimizer, 4), 0, mesh).params
+    params = init_state(Training.of(model.run, mesh)).params
     windows = choose_windows(store, 64, 8)
     compiled = compile_lengths(model, "rope", len(windows))
     scores = score_windows(compiled, params, mesh, store, windows, "test")

@@ -25,8 +25,7 @@ from dape_jax.planning import plan
 from dape_jax.recipes import RECIPES, read_module
 from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.training import checkpoint, loop, weights
-from dape_jax.training.optimizer import make_optimizer
-from dape_jax.training.step import TrainState, init_state, make_train_step, shardings_of
+from dape_jax.training.step import Training, TrainState, init_state, make_train_step
 
 DAPE = {"name": "dape", "kernel_width": 3, "channels": 4}
 IDENTITY = DAPE | {"init": "identity"}
@@ -96,7 +95,7 @@ def test_rotary_is_removed_and_the_bias_replaced(trained_root, tmp_path, monkeyp
     spec = tiny.spec(trained_root, init__source=str(source), model__processor=IDENTITY)
     params = flat_params(start(monkeypatch, spec, tmp_path / "run").params)
     run = read_run(spec)
-    fresh = flat_params(init_state(run.model, make_optimizer(run.optimizer, 6), 0, make_mesh(run.mesh)).params)
+    fresh = flat_params(init_state(Training.of(run, make_mesh(run.mesh))).params)
     new = {path for path in params if parameter_kind(path) is not None}
     assert {parameter_kind(path) for path in new} == {"bias", "processor"}
     for path, leaf in params.items():
@@ -187,11 +186,11 @@ def test_frozen_parameters_do_not_change_and_a_resumed_run_is_bit_exact(trained_
 def test_the_gradient_norm_is_that_of_the_trained_parameters(trained_root):
     """A step of plain gradient descent shows the gradient of every parameter."""
     run = read_run(tiny.spec(trained_root, model__num_layers=1))
-    mesh, optimizer, kinds = make_mesh(run.mesh), optax.sgd(1.0), ("processor",)
+    mesh = make_mesh(run.mesh)
+    training = Training(run.model, optax.sgd(1.0), mesh, train_only=("processor",))
     tokens = np.random.default_rng(1).integers(0, 257, (8, 17), np.int32)
-    state = init_state(run.model, optimizer, 0, mesh, kinds)
+    state, step = init_state(training), make_train_step(training)
     before = flat_params(jax.device_get(state.params))
-    step = make_train_step(model_structure(run.model)[0], optimizer, shardings_of(state), train_only=kinds)
     with jax.set_mesh(mesh):
         state, metrics = step(state, put_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh))
     after = flat_params(jax.device_get(state.params))

@@ -22,7 +22,7 @@ from dape_jax.model.processors import DapeConfig
 from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import MeshConfig, make_mesh
 from dape_jax.training.optimizer import OptimizerConfig, make_optimizer
-from dape_jax.training.step import TrainState, init_state, make_nll_step, make_train_step, shardings_of
+from dape_jax.training.step import Training, TrainState, init_state, make_nll_step, make_train_step
 
 pytestmark = pytest.mark.extra
 
@@ -55,10 +55,8 @@ def fresh_nll(leak: bool, seed: int, batch_size: int = 1000) -> np.ndarray:
     """Train on new tokens in each step, and return the nll [B, T] of every target of new sequences."""
     mesh = make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
     config = read_model(MODEL | {"processor": MODEL["processor"] | {"leak": leak}})
-    optimizer = make_optimizer(OPTIMIZER, NUM_STEPS)
-    graphdef, _ = model_structure(config)
-    state = init_state(config, optimizer, seed, mesh)
-    step = make_train_step(graphdef, optimizer, shardings_of(state))
+    training = Training(config, make_optimizer(OPTIMIZER, NUM_STEPS), mesh, seed=seed)
+    (graphdef, _), state, step = model_structure(config), init_state(training), make_train_step(training)
 
     @jax.jit
     def run(state: TrainState, keys: jax.Array) -> TrainState:

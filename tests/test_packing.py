@@ -12,7 +12,7 @@ from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.training.loop import make_validation, train
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.source import open_source
-from dape_jax.training.step import init_state, make_nll_step, make_train_step, shardings_of
+from dape_jax.training.step import Training, init_state, make_nll_step, make_train_step
 
 
 def documents(batch: dict[str, np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -34,7 +34,7 @@ def test_losses_of_packed_documents_are_those_of_the_documents_alone(tmp_path):
     batch["weights"][3], batch["segment_ids"][3] = 0, 0  # parts of the batch have different numbers of tokens
     assert len(documents(batch)) > 8
     optimizer = make_optimizer(run.optimizer, 4)
-    state = init_state(run.model, optimizer, 0, mesh)
+    state = init_state(Training(run.model, optimizer, mesh))
     nll_step = make_nll_step(graphdef, 64)
 
     def alone(batches: list[dict[str, np.ndarray]]) -> float:
@@ -52,13 +52,12 @@ def test_losses_of_packed_documents_are_those_of_the_documents_alone(tmp_path):
 
     with jax.set_mesh(mesh):
         expected, validation = alone([batch]), alone(source.validation[run.data.path])
-        found = make_validation(run, graphdef, source.validation, mesh)(state.params)["loss_nats"]
+        found = make_validation(run, source.validation, mesh)(state.params)["loss_nats"]
         assert found == pytest.approx(validation, rel=1e-5)
         norms = []
         for parts in (1, 2):
-            state = init_state(run.model, optimizer, 0, mesh)
-            step = make_train_step(graphdef, optimizer, shardings_of(state), accumulation_steps=parts)
-            _, metrics = step(state, put_batch(batch, mesh))
+            training = Training(run.model, optimizer, mesh, accumulation_steps=parts)
+            _, metrics = make_train_step(training)(init_state(training), put_batch(batch, mesh))
             assert float(metrics["loss_nats"]) == pytest.approx(expected, rel=1e-5)
             norms.append(float(metrics["gradient_norm"]))
         assert norms[0] == pytest.approx(norms[1], rel=1e-4)

@@ -30,9 +30,8 @@ from dape_jax.planning import compile as compiling
 from dape_jax.planning import plan as planning
 from dape_jax.planning.__main__ import Settings
 from dape_jax.recipes import read_config
-from dape_jax.sharding import read_mesh
-from dape_jax.training.optimizer import make_optimizer
-from dape_jax.training.step import make_train_step
+from dape_jax.sharding import MeshConfig, make_mesh, read_mesh
+from dape_jax.training.step import Training, abstract_state, make_train_step
 
 ROOT = Path(__file__).parent.parent
 
@@ -113,10 +112,8 @@ def test_the_formula_agrees_with_xla(model, processor, allowed):
     forward = flops._flops(run.model, 3 * 256, 256**2, 3, 1, flops.Passes()).total
     assert forward < score.lower(params, tokens).cost_analysis()["flops"] < forward * (1 + allowed)
 
-    optimizer = make_optimizer(run.optimizer, 10)
-    state = planning.abstract_state(run.model, optimizer, read_mesh("mesh", "data=1").abstract(1))
-    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-    step = make_train_step(graphdef, optimizer, jax.tree.map(lambda _: None, state))
+    training = Training.of(run, make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1]))
+    state, step = abstract_state(training), make_train_step(training)
     executed = flops.executed_flops(run.model, 256, 3).total
     counted = step.lower(state, {"inputs": tokens, "targets": tokens}).cost_analysis()["flops"]
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))

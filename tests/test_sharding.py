@@ -18,7 +18,6 @@ from dape_jax.errors import InputError
 from dape_jax.model.attention import Blockwise, Dense, attend, attend_on_mesh
 from dape_jax.model.biases import KerpleConfig
 from dape_jax.model.processors import DapeConfig, ScoreMod
-from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import (
     AXES,
     MeshConfig,
@@ -32,8 +31,7 @@ from dape_jax.sharding import (
     stripe,
     unstripe,
 )
-from dape_jax.training.optimizer import make_optimizer
-from dape_jax.training.step import abstract_state, init_state, make_train_step, shardings_of
+from dape_jax.training.step import Training, abstract_state, init_state, make_train_step, shardings_of
 
 # (data, fsdp, context, tensor)
 MESHES = {"fsdp": (1, 8, 1, 1), "context": (1, 1, 8, 1), "tensor": (2, 1, 1, 4), "mix": (1, 2, 2, 2)}
@@ -58,12 +56,9 @@ def random_rows(*shape: int) -> np.ndarray:
 
 def three_steps(run: RunConfig, mesh: Mesh, **options):
     """Return losses and parameters; with momentum, not Adam, so that parameters with gradient 0 do not change."""
-    graphdef, _ = model_structure(run.model)
-    optimizer = optax.sgd(0.5, momentum=0.9)
-    state = init_state(run.model, optimizer, 0, mesh)
-    shardings = shardings_of(state)
-    step = make_train_step(graphdef, optimizer, shardings, **options)
-    losses = []
+    training = Training(run.model, optax.sgd(0.5, momentum=0.9), mesh, **options)
+    state, step = init_state(training), make_train_step(training)
+    shardings, losses = shardings_of(state), []
     with jax.set_mesh(mesh):
         for rows in random_rows(3, 8, 33):
             state, metrics = step(state, put_batch({"inputs": rows[:, :-1], "targets": rows[:, 1:]}, mesh))
@@ -123,14 +118,11 @@ def test_eight_devices_are_one(bias, processor, mesh, accumulation_steps, model)
 def test_every_device_computes_its_share():
     """Work and activations on each of eight devices are about an eighth of the total, by the compiler's plan."""
     run = make_run("kerple", "dape", width=32, attention=DENSE)
-    graphdef, _ = model_structure(run.model)
-    optimizer = make_optimizer(run.optimizer, 10)
 
     def planned(mesh):
-        state = abstract_state(run.model, optimizer, mesh)
-        rows = np.zeros((16, 256), np.int32)
+        training, rows = Training.of(run, mesh), np.zeros((16, 256), np.int32)
         with jax.set_mesh(mesh):
-            step = make_train_step(graphdef, optimizer, shardings_of(state))
+            step, state = make_train_step(training), abstract_state(training)
             compiled = step.lower(state, put_batch({"inputs": rows, "targets": rows}, mesh)).compile()
         return compiled.cost_analysis()["flops"], compiled.memory_analysis().temp_size_in_bytes
 
@@ -143,9 +135,8 @@ def test_every_device_computes_its_share():
 def test_state_is_where_the_table_says():
     """Parameters follow the table, moments their parameters, and the state has the planned shardings."""
     run = make_run("kerple", "dape")
-    optimizer = make_optimizer(run.optimizer, 10)
-    mesh = make_mesh(MeshConfig(*MESHES["mix"]))
-    made, planned = init_state(run.model, optimizer, 0, mesh), abstract_state(run.model, optimizer, mesh)
+    training = Training.of(run, make_mesh(MeshConfig(*MESHES["mix"])))
+    made, planned = init_state(training), abstract_state(training)
     assert shardings_of(made) == shardings_of(planned)
     chex.assert_trees_all_equal_shapes_and_dtypes(made, planned)
     moments = made.opt_state[1][0]

@@ -23,14 +23,13 @@ from dape_jax.config import RunConfig
 from dape_jax.errors import InputError, NonFiniteError
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.perplexity import evaluate
-from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, put_batch
 from dape_jax.training import checkpoint, loop
 from dape_jax.training.changes import allowed_changes
 from dape_jax.training.metrics import read_metrics
 from dape_jax.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
 from dape_jax.training.source import open_source
-from dape_jax.training.step import FIRST_SCALE, TrainState, init_state, make_train_step, shardings_of
+from dape_jax.training.step import FIRST_SCALE, Training, TrainState, init_state, make_train_step, shardings_of
 
 
 def saved_arrays(workdir: Path, step: int) -> dict:
@@ -312,13 +311,13 @@ def test_a_small_validation_set_gives_the_same_loss_at_any_batch_size(trained_ro
     for batch_size, num_devices in ((8, 8), (64, 8), (64, 1)):
         changes = {"data__validation_fraction": 0.06, "train__train_length": 64}
         run = RunConfig.from_dict(tiny.spec(trained_root, **changes, train__batch_size=batch_size))
-        mesh, (graphdef, _) = make_mesh(run.mesh, jax.devices()[:num_devices]), model_structure(run.model)
+        mesh = make_mesh(run.mesh, jax.devices()[:num_devices])
         source = open_source(run, mesh)
         (batches,) = source.validation.values()
         assert sum(len(batch["inputs"]) for batch in batches) < batch_size + num_devices
         with jax.set_mesh(mesh):
-            params = init_state(run.model, make_optimizer(run.optimizer, 4), 0, mesh).params
-            losses.append(loop.make_validation(run, graphdef, source.validation, mesh)(params)["loss_nats"])
+            params = init_state(Training.of(run, mesh)).params
+            losses.append(loop.make_validation(run, source.validation, mesh)(params)["loss_nats"])
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
@@ -383,11 +382,10 @@ def make_step(trained_root, seed: int = 0, **model):
     """
     spec = small_spec(trained_root, model__num_layers=1)
     spec["model"] |= {"bias": {"name": "nope"}, "processor": {"name": "none"}} | model
-    config, optimizer = RunConfig.from_dict(spec).model, optax.sgd(0.5, momentum=0.9)
     mesh = make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
-    state = init_state(config, optimizer, 0, mesh)
+    training = Training(RunConfig.from_dict(spec).model, optax.sgd(0.5, momentum=0.9), mesh, seed=seed)
+    state, step = init_state(training), make_train_step(training)
     shardings = shardings_of(state)
-    step = make_train_step(model_structure(config)[0], optimizer, shardings, seed=seed)
     rows = np.random.default_rng(1).integers(0, 257, (8, 33), np.int32)
 
     def take(state, factor=1.0):

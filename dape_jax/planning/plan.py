@@ -38,8 +38,7 @@ from dape_jax.planning.memory import estimate_memory
 from dape_jax.progress import Progress
 from dape_jax.provenance import provenance
 from dape_jax.sharding import AXES, BATCH_AXES, ROW_AXES, MeshConfig, activation_spec, make_mesh
-from dape_jax.training.optimizer import make_optimizer
-from dape_jax.training.step import abstract_state, make_train_step, shardings_of
+from dape_jax.training.step import Training, abstract_state, make_train_step
 
 REMATS = ("none", "dots", "full")  # in order of increasing recomputation
 
@@ -136,29 +135,18 @@ class Plan:
         """Return the mesh of the slice, the jitted step and the shapes of its arguments. A TPU's needs libtpu."""
         devices = jax.devices() if self.hardware.is_attached else slice_devices(self.hardware)
         run, mesh = self.run, make_mesh(self.run.mesh, devices)
-        optimizer = make_optimizer(run.optimizer, run.train.num_steps)
-        state = abstract_state(run.model, optimizer, mesh, run.init.trained_kinds)
+        training = Training.of(run, mesh)
         shape, sharding = (run.train.batch_size, run.train.train_length), NamedSharding(mesh, activation_spec("BT"))
         rows = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
         batch = {"inputs": rows, "targets": rows}
         if run.data.packing == "documents":
             batch |= {"segment_ids": rows, "weights": rows.update(dtype=np.float32)}
-        step = make_train_step(
-            model_structure(run.model)[0],
-            optimizer,
-            shardings_of(state),
-            accumulation_steps=run.train.accumulation_steps,
-            logits_chunk_tokens=run.train.logits_chunk_tokens,
-            train_only=run.init.trained_kinds,
-        )
-        return mesh, step, (state, batch)
+        return mesh, make_train_step(training), (abstract_state(training), batch)
 
     @property
     def state_bytes(self) -> dict[str, int]:
         """Return the memory of the parameters and the optimizer's moments, exactly."""
-        run = self.run
-        optimizer = make_optimizer(run.optimizer, run.train.num_steps)
-        state = abstract_state(run.model, optimizer, self.mesh, run.init.trained_kinds)
+        state = abstract_state(Training.of(self.run, self.mesh))
 
         def bytes_on_chip(tree: Any) -> int:
             leaves = jax.tree.leaves(tree)

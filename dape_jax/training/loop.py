@@ -30,16 +30,8 @@ from dape_jax.tasks.tapes import Batch
 from dape_jax.training import checkpoint
 from dape_jax.training.changes import allowed_changes, refuse
 from dape_jax.training.metrics import MetricLogger
-from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.source import open_source
-from dape_jax.training.step import (
-    TrainState,
-    abstract_state,
-    init_state,
-    make_sums_step,
-    make_train_step,
-    shardings_of,
-)
+from dape_jax.training.step import Training, TrainState, abstract_state, init_state, make_sums_step, make_train_step
 from dape_jax.training.watch import Trace, train_log, watchdog
 from dape_jax.training.weights import Start, read_start
 
@@ -121,21 +113,13 @@ def _train(
         refuse(workdir, differences({"data_digest": saved["data_digest"]}, {"data_digest": source.digest}), advice)
 
     # ---- model and optimizer
-    optimizer, train_only = make_optimizer(run.optimizer, run.train.num_steps), run.init.trained_kinds
-    planned = abstract_state(run.model, optimizer, mesh, train_only)
+    training = Training.of(run, mesh)
+    planned = abstract_state(training)
     given = Start({})
     if not step_names and run.init.source is not None:
         given, record["init"] = read_start(run, source, planned, mesh)
-    train_step = make_train_step(
-        graphdef,
-        optimizer,
-        shardings_of(planned),
-        accumulation_steps=run.train.accumulation_steps,
-        logits_chunk_tokens=run.train.logits_chunk_tokens,
-        seed=run.train.seed,
-        train_only=train_only,
-    )
-    validate = make_validation(run, graphdef, source.validation, mesh)
+    train_step = make_train_step(training)
+    validate = make_validation(run, source.validation, mesh)
     counts = parameter_counts(abstract)
     logger.info(
         "%s parameters, %s of them in position biases and %s in processors",
@@ -143,8 +127,8 @@ def _train(
     )
     logger.info("device: %s", describe(facts))
     logger.info("mesh: %s", " ".join(f"{axis}={size}" for axis, size in mesh.shape.items()))
-    if train_only:
-        logger.info("only parameters of these kinds are trained: %s", ", ".join(train_only))
+    if training.train_only:
+        logger.info("only parameters of these kinds are trained: %s", ", ".join(training.train_only))
 
     def write_config() -> None:
         allowed = "another run wrote to it during start-up"
@@ -165,7 +149,7 @@ def _train(
             source.batches.set_state(data_state)
         else:
             assert run.init.source is None or given.params, "the checkpoints were deleted during start-up"
-            start, state = 0, init_state(run.model, optimizer, run.train.seed, mesh, train_only, *given[:2])
+            start, state = 0, init_state(training, *given[:2])
             if given.data is not None:
                 source.batches.set_state(given.data)
         if start == run.train.num_steps:
@@ -239,13 +223,13 @@ def log_end(workdir: epath.Path, num_steps: int) -> None:
 
 
 def make_validation(
-    run: RunConfig | TaskRunConfig, graphdef: nnx.GraphDef, validation: dict[str, list[Batch]], mesh: Mesh
+    run: RunConfig | TaskRunConfig, validation: dict[str, list[Batch]], mesh: Mesh
 ) -> Callable[[Params], dict[str, float]]:
     """Return `validate(params)`, which computes the mean validation loss in nats, and for a task also the accuracy.
 
     Of several texts, it returns the loss of each and their mean with the weights of the mixture.
     """
-    step = make_sums_step(graphdef)
+    step = make_sums_step(model_structure(run.model)[0])
 
     def validate(params: Params) -> dict[str, float]:
         found = {}

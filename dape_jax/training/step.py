@@ -4,6 +4,7 @@ The model is split once into its static structure and a nested dict of parameter
 state change in training, so a step is an ordinary `jax.jit` function on donated arrays.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Wrapped
 from jaxtyping import Array, Bool, Float, Int
 
+from dape_jax.config import RunConfig, TaskRunConfig
 from dape_jax.model.loss import nll, nll_of_features
 from dape_jax.model.transformer import (
     Params,
@@ -24,7 +26,7 @@ from dape_jax.model.transformer import (
     split_params,
 )
 from dape_jax.sharding import parameter_shardings, replicated
-from dape_jax.training.optimizer import restarted
+from dape_jax.training.optimizer import make_optimizer, restarted
 
 # Dynamic loss scaling for float16: the loss is multiplied by a scale, so that small gradients are not rounded to 0. The
 # scale halves at an overflow, and doubles after STEPS_TO_DOUBLE steps without one (GPT-NeoX's loss_scale_window).
@@ -50,6 +52,28 @@ class TrainState(NamedTuple):
     health: Health
 
 
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """Model and optimizer of a run on a mesh, which determine its state and its step."""
+
+    model: TransformerConfig
+    optimizer: optax.GradientTransformation
+    mesh: Mesh | AbstractMesh
+    # Members of `PARAMETER_KINDS`, or () for all parameters. The others are frozen: they have no gradient, do not
+    # contribute to its norm, and have no weight decay or optimizer state.
+    train_only: tuple[str, ...] = ()
+    accumulation_steps: int = 1  # parts of equal size in which the gradient of a batch is computed
+    logits_chunk_tokens: int = 2048  # see `nll_of_features`
+    seed: int = 0  # of the parameters and of dropout
+
+    @classmethod
+    def of(cls, run: RunConfig | TaskRunConfig, mesh: Mesh | AbstractMesh) -> "Training":
+        """Return the training that a config describes."""
+        train, optimizer = run.train, make_optimizer(run.optimizer, run.train.num_steps)
+        sizes = train.accumulation_steps, train.logits_chunk_tokens
+        return cls(run.model, optimizer, mesh, run.init.trained_kinds, *sizes, train.seed)
+
+
 def abstract_params(config: TransformerConfig, mesh: Mesh | AbstractMesh) -> Params:
     """Return the shapes, dtypes and shardings of a model's parameters, without allocating them."""
     _, params = model_structure(config)
@@ -58,57 +82,41 @@ def abstract_params(config: TransformerConfig, mesh: Mesh | AbstractMesh) -> Par
     )
 
 
-def abstract_state(
-    config: TransformerConfig,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh | AbstractMesh,
-    train_only: tuple[str, ...] = (),
-) -> TrainState:
+def abstract_state(training: Training) -> TrainState:
     """Return the shapes, dtypes and shardings of a state, without allocating it. Moments are sharded like parameters.
-
-    See `make_train_step` for `train_only`.
 
     `jax.jit(optimizer.init)` would replicate the moments, because they are constants that depend on no sharded input.
     """
 
     def replicate(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return leaf.update(sharding=replicated(mesh))
+        return leaf.update(sharding=replicated(training.mesh))
 
-    params = abstract_params(config, mesh)
-    trained, _ = split_params(params, train_only)
+    params = abstract_params(training.model, training.mesh)
+    trained, _ = split_params(params, training.train_only)
     opt_state = optax.tree_utils.tree_map_params(
-        optimizer,
+        training.optimizer,
         lambda moment, param: moment.update(sharding=param.sharding),
-        jax.eval_shape(optimizer.init, trained),
+        jax.eval_shape(training.optimizer.init, trained),
         trained,
         transform_non_params=replicate,
     )
-    return TrainState(params, opt_state, jax.tree.map(replicate, jax.eval_shape(lambda: _init_health(config))))
+    return TrainState(params, opt_state, jax.tree.map(replicate, jax.eval_shape(lambda: _init_health(training.model))))
 
 
-def init_state(
-    config: TransformerConfig,
-    optimizer: optax.GradientTransformation,
-    seed: int,
-    mesh: Mesh,
-    train_only: tuple[str, ...] = (),
-    given: Params | None = None,
-    opt_state: optax.OptState | None = None,
-) -> TrainState:
+def init_state(training: Training, given: Params | None = None, opt_state: optax.OptState | None = None) -> TrainState:
     """Return the initial state; each device computes its own shards.
 
-    See `make_train_step` for `train_only`. Parameters in `given` and an `opt_state`, which are donated, replace the
-    initial ones.
+    Parameters in `given` and an `opt_state`, which are donated, replace the initial ones.
     """
 
     def make(given: Params, opt_state: optax.OptState | None) -> TrainState:
-        model = Transformer(config, rngs=nnx.Rngs(seed))
+        model = Transformer(training.model, rngs=nnx.Rngs(training.seed))
         params = merge_params(nnx.to_pure_dict(nnx.state(model, nnx.Param)), given)
-        trained, _ = split_params(params, train_only)
-        opt_state = optimizer.init(trained) if opt_state is None else restarted(opt_state)
-        return TrainState(params, opt_state, _init_health(config))
+        trained, _ = split_params(params, training.train_only)
+        opt_state = training.optimizer.init(trained) if opt_state is None else restarted(opt_state)
+        return TrainState(params, opt_state, _init_health(training.model))
 
-    shardings = shardings_of(abstract_state(config, optimizer, mesh, train_only))
+    shardings = shardings_of(abstract_state(training))
     return jax.jit(make, out_shardings=shardings, donate_argnums=(0, 1))({} if given is None else given, opt_state)
 
 
@@ -122,16 +130,7 @@ def shardings_of(state: TrainState) -> TrainState:
     return jax.tree.map(lambda leaf: leaf.sharding, state)
 
 
-def make_train_step(
-    graphdef: nnx.GraphDef,
-    optimizer: optax.GradientTransformation,
-    shardings: TrainState,
-    *,
-    accumulation_steps: int = 1,
-    logits_chunk_tokens: int = 2048,
-    seed: int = 0,
-    train_only: tuple[str, ...] = (),
-) -> Wrapped:
+def make_train_step(training: Training) -> Wrapped:
     """Return the jitted `step(state, batch) -> (state, metrics)`, which donates the given state.
 
     Call it inside the mesh of the run (`jax.set_mesh`).
@@ -142,11 +141,7 @@ def make_train_step(
     counts it. In float16 a loss scale above 1 can cause the non-finite value: such a step, an overflow, is also skipped
     and halves the scale, but is not bad.
 
-    `shardings` are those of the state, before and after the step. Dropout's key is derived from `seed` and the number
-    of the step and of the part. See `nll_of_features` for `logits_chunk_tokens`.
-
-    With `train_only`, members of `PARAMETER_KINDS`, only parameters of these kinds are trained. All others are frozen:
-    they have no gradient, do not contribute to its norm, and have no weight decay or optimizer state.
+    Dropout's key is derived from the seed and the number of the step and of the part.
 
     Returns:
         The step. Its batch has `inputs` and `targets`, optionally `weights` (the loss is their weighted mean) and
@@ -154,6 +149,8 @@ def make_train_step(
         `loss_nats` per token, the `gradient_norm` before clipping, whether the step was `applied` and whether it was
         `bad`, the totals `num_applied` and `skipped`, and `bad_in_a_row`; in float16 also this step's `loss_scale`.
     """
+    optimizer, train_only, accumulation_steps = training.optimizer, training.train_only, training.accumulation_steps
+    graphdef, _ = model_structure(training.model)
 
     def loss_and_gradients(
         params: Params, batch: dict[str, Array], scale: Float[Array, ""] | None, number: Int[Array, ""]
@@ -162,10 +159,10 @@ def make_train_step(
 
         def loss_of(trained: Params) -> tuple[Float[Array, ""], Float[Array, ""]]:
             model = nnx.merge(graphdef, merge_params(trained, frozen))
-            key = None if model.config.dropout == 0 else jax.random.fold_in(jax.random.key(seed), number)
+            key = None if model.config.dropout == 0 else jax.random.fold_in(jax.random.key(training.seed), number)
             segment_ids = batch.get("segment_ids")
             features_BTD = model.features(batch["inputs"], positions_of(batch), key, segment_ids=segment_ids)
-            nll_BT = nll_of_features(model, features_BTD, batch["targets"], logits_chunk_tokens)
+            nll_BT = nll_of_features(model, features_BTD, batch["targets"], training.logits_chunk_tokens)
             weights_BT = batch["weights"] if "weights" in batch else None
             loss = jnp.average(nll_BT, weights=weights_BT)
             return (loss if scale is None else loss * scale), loss
@@ -216,7 +213,7 @@ def make_train_step(
             metrics |= {"loss_scale": state.health.loss_scale}
         return TrainState(merge_params(updated, frozen), opt_state, health), metrics
 
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings_of(abstract_state(training)), None))
 
 
 def _next_health(
