@@ -11,7 +11,7 @@ import math
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import cattrs
 import jax
@@ -21,7 +21,7 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import AbstractMesh, Mesh
 
 from dape_jax.data.store import DataConfig
-from dape_jax.errors import InputError, did_you_mean, one_of, positive, require
+from dape_jax.errors import Changeable, InputError, Resumable, did_you_mean, one_of, positive, require
 from dape_jax.evaluation.config import AccuracyConfig, EvaluationConfig
 from dape_jax.imports import import_modules
 from dape_jax.model.attention import IMPLEMENTATIONS, Fused
@@ -45,12 +45,6 @@ CHOICES: dict[str, Mapping[str, Any]] = {
     "attention": IMPLEMENTATIONS,
 }
 
-# Metadata of a field that may change on resume: it affects only performance, storage, evaluation or the handling of bad
-# steps. The trained model changes at most by rounding, and dropout's masks by `mesh.context` and the accumulation.
-RESUMABLE = {"resumable": True}
-# Metadata of a field that may change on resume if the user names it: later steps are computed with the new value.
-CHANGEABLE = {"changeable": True}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -58,33 +52,26 @@ class TrainConfig:
 
     seed: int = 0  # of the parameters and of dropout
     train_length: int  # T, in tokens; for a task, the longest input in symbols
-    # sequences per step, over all devices and accumulation parts
-    batch_size: int = dataclasses.field(metadata=CHANGEABLE)
-    # parts of a batch, computed one after the other
-    accumulation_steps: int = dataclasses.field(default=1, metadata=RESUMABLE)
-    # tokens per device whose logits are in memory
-    logits_chunk_tokens: int = dataclasses.field(default=2048, metadata=RESUMABLE)
-    num_steps: int = dataclasses.field(metadata=CHANGEABLE)  # steps of the whole run
-    # steps between validations; the last step is always validated
-    eval_interval: int = dataclasses.field(metadata=RESUMABLE)
-    validation_batches: int = dataclasses.field(metadata=RESUMABLE)  # batches per validation
+    batch_size: Changeable[int]  # sequences per step, over all devices and accumulation parts
+    accumulation_steps: Resumable[int] = 1  # parts of a batch, computed one after the other
+    logits_chunk_tokens: Resumable[int] = 2048  # tokens per device whose logits are in memory
+    num_steps: Changeable[int]  # steps of the whole run
+    eval_interval: Resumable[int]  # steps between validations; the last step is always validated
+    validation_batches: Resumable[int]  # batches per validation
     # steps between checkpoints; None: `eval_interval`; the last step is always saved
-    checkpoint_interval: int = dataclasses.field(default=FOLLOWS, metadata=RESUMABLE)
+    checkpoint_interval: Resumable[int] = FOLLOWS
     # seconds since the last checkpoint after which the next one is saved, whatever the interval; None: any number
-    checkpoint_seconds: float | None = dataclasses.field(default=None, metadata=RESUMABLE)
-    # newest checkpoints to keep; the best one is kept as well
-    max_to_keep: int = dataclasses.field(default=2, metadata=RESUMABLE)
-    # consecutive non-finite steps to skip before aborting
-    max_bad_steps: int = dataclasses.field(default=0, metadata=RESUMABLE)
-    wandb: str | None = dataclasses.field(default=None, metadata=RESUMABLE)  # project in Weights & Biases, or None
+    checkpoint_seconds: Resumable[float | None] = None
+    max_to_keep: Resumable[int] = 2  # newest checkpoints to keep; the best one is kept as well
+    max_bad_steps: Resumable[int] = 0  # consecutive non-finite steps to skip before aborting
+    wandb: Resumable[str | None] = None  # project in Weights & Biases, or None
     # account or team in Weights & Biases; None: that of WANDB_ENTITY, or the default
-    wandb_entity: str | None = dataclasses.field(default=None, metadata=RESUMABLE)
+    wandb_entity: Resumable[str | None] = None
     # group of the run in Weights & Biases; None: that of WANDB_RUN_GROUP, or none
-    wandb_group: str | None = dataclasses.field(default=None, metadata=RESUMABLE)
+    wandb_group: Resumable[str | None] = None
     # comma-separated tags of the run in Weights & Biases; None: those of WANDB_TAGS, or none
-    wandb_tags: str | None = dataclasses.field(default=None, metadata=RESUMABLE)
-    # first and last step of a trace, or ()
-    profile_steps: tuple[int, ...] = dataclasses.field(default=(), metadata=RESUMABLE)
+    wandb_tags: Resumable[str | None] = None
+    profile_steps: Resumable[tuple[int, ...]] = ()  # first and last step of a trace, or ()
 
     def __post_init__(self):
         if self.checkpoint_interval is None:
@@ -145,9 +132,9 @@ class BaseRunConfig:
     """Sections that a language model and a task have in common."""
 
     model: TransformerConfig
-    optimizer: OptimizerConfig = dataclasses.field(metadata=CHANGEABLE)
+    optimizer: Changeable[OptimizerConfig]
     train: TrainConfig
-    mesh: MeshConfig = dataclasses.field(metadata=RESUMABLE)
+    mesh: Resumable[MeshConfig]
     init: InitConfig
 
     def __post_init__(self):
@@ -202,7 +189,7 @@ class RunConfig(BaseRunConfig):
     """Run of a language model on a corpus."""
 
     data: DataConfig
-    evaluation: EvaluationConfig = dataclasses.field(metadata=RESUMABLE)
+    evaluation: Resumable[EvaluationConfig]
 
     def __post_init__(self):
         super().__post_init__()
@@ -218,7 +205,7 @@ class TaskRunConfig(BaseRunConfig):
     """Run of a model on an algorithmic task."""
 
     data: TaskConfig
-    evaluation: AccuracyConfig = dataclasses.field(metadata=RESUMABLE)
+    evaluation: Resumable[AccuracyConfig]
 
     def __post_init__(self):
         super().__post_init__()
@@ -421,14 +408,14 @@ def _messages(error: BaseException, value: Any, path: str) -> Iterator[str]:
         yield f"{path} = {value!r}: {error}"
 
 
-def _marked_fields(cls: type, mark: str, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted paths of the sections and fields with this mark in their metadata."""
-    for field in dataclasses.fields(cls):
-        if mark in field.metadata:
-            yield prefix + field.name
-        elif isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
-            yield from _marked_fields(field.type, mark, f"{prefix}{field.name}.")
+def _marked_fields(cls: type, mark: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted paths of the sections and fields whose type is marked as `Resumable` or `Changeable`."""
+    for name, kind in typing.get_type_hints(cls, include_extras=True).items():
+        if typing.get_origin(kind) is Annotated and kind.__metadata__ == mark.__metadata__:
+            yield prefix + name
+        elif isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            yield from _marked_fields(kind, mark, f"{prefix}{name}.")
 
 
-RESUMABLE_FIELDS = tuple(_marked_fields(RunConfig, "resumable"))
-CHANGEABLE_FIELDS = tuple(_marked_fields(RunConfig, "changeable"))
+RESUMABLE_FIELDS = tuple(_marked_fields(RunConfig, Resumable))
+CHANGEABLE_FIELDS = tuple(_marked_fields(RunConfig, Changeable))

@@ -6,7 +6,15 @@ import importlib.util
 import re
 import signal
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+Value = TypeVar("Value")
+# Types of a config's fields that may change when a run resumes. `Resumable` fields affect only performance, storage,
+# evaluation or the handling of bad steps: the trained model changes at most by rounding, and dropout's masks by
+# `mesh.context` and the accumulation. `Changeable` fields may change if the user names them: later steps are computed
+# with the new value.
+Resumable = Annotated[Value, "resumable"]
+Changeable = Annotated[Value, "changeable"]
 
 
 class InputError(ValueError):

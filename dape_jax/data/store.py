@@ -32,7 +32,7 @@ import numpy as np
 from jaxtyping import Int64, UInt
 
 from dape_jax.data.tokenizers import TOKENIZER_FILE, Bytes, Tokenizer, read_tokenizer, saved_tokenizer
-from dape_jax.errors import InputError, did_you_mean, one_of, require
+from dape_jax.errors import InputError, Resumable, did_you_mean, one_of, require
 from dape_jax.files import json_digest, parse_json, read_json, write_json
 from dape_jax.progress import Progress
 from dape_jax.storage import is_remote, read_errors, require_local
@@ -60,11 +60,11 @@ class DataConfig:
     # A prepared corpus, or raw text: "stdlib", a directory, a glob or a file; or a URL of these. None for an imported
     # model, whose training text is unknown.
     # It may change on resume, because a digest identifies the data.
-    path: str | None = dataclasses.field(metadata={"resumable": True})
+    path: Resumable[str | None]
     # "bytes", or the path or name of a tokenizer.json; None for the prepared corpus's, or bytes for raw text
     tokenizer: str | None = None
     # directory for corpora prepared from raw text, and for copies of corpora in buckets
-    cache_dir: str = dataclasses.field(default="data", metadata={"resumable": True})
+    cache_dir: Resumable[str] = "data"
     validation_fraction: float = 0.05  # share of raw text's documents for validation; with 0 or 1, one split is empty
     seed: int = 0  # seed of the order of the training windows
     # "stream": windows of the concatenated documents, as in the paper; "documents": packed documents that do not see
@@ -73,9 +73,9 @@ class DataConfig:
     document_separator: str | None = None  # between the documents of a text file; see `prepare.config`
     # Text for validation, in the form of `path`: all of its documents, and all those of raw text at `path` are trained
     # on. A prepared corpus has its own splits. None: documents of `path`.
-    validation_path: str | None = dataclasses.field(default=None, metadata={"resumable": True})
+    validation_path: Resumable[str | None] = None
     # Several texts in place of `path`, with the share of the training windows from each: "data/books=0.7,data/code=0.3"
-    mixture: str | None = dataclasses.field(default=None, metadata={"resumable": True})
+    mixture: Resumable[str | None] = None
 
     def __post_init__(self):
         if self.mixture is not None:

@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from dape_jax.errors import InputError, one_of, positive, require
+from dape_jax.errors import InputError, Resumable, one_of, positive, require
 from dape_jax.kernels import why_not_fused
 from dape_jax.model.attention import Auto, Cuda, Fused, Implementation, attend_on_mesh
 from dape_jax.model.biases import Bias, BiasConfig, KerpleConfig
@@ -166,15 +166,15 @@ class TransformerConfig:
     # std 1 / sqrt(fan in) truncated at two std, and 0.02 for the embedding.
     initializer: str = "gpt_neox"
     # Implementation of attention, which does not change the result.
-    attention: Implementation = dataclasses.field(default=Auto(), metadata={"resumable": True})
+    attention: Resumable[Implementation] = dataclasses.field(default=Auto())
     # Values that are saved for the backward pass: all ("none"), results of matmuls ("dots"), inputs of blocks ("full")
-    remat: str = dataclasses.field(default="none", metadata={"resumable": True})
+    remat: Resumable[str] = "none"
     # Dtype of the matmuls. "auto": bfloat16 on TPU and GPU, float32 on CPU. "float64", with JAX_ENABLE_X64=true, is for
     # comparisons with other implementations.
     dtype: str = "auto"
     # Modules of your own, in the current directory or installed, that add to BIASES and PROCESSORS: see --import. They
     # are imported whenever the config is read.
-    imports: tuple[str, ...] = dataclasses.field(default=(), metadata={"resumable": True})
+    imports: Resumable[tuple[str, ...]] = ()
 
     def __post_init__(self):
         positive(self, "model", "num_layers", "width", "num_heads", "vocab_size", "norm_epsilon")
