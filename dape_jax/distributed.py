@@ -6,6 +6,7 @@ A process that fails prints its error and ends. jax's runtime then ends the othe
 message. `docs/distributed.md` explains how to resume.
 """
 
+import contextlib
 import itertools
 import json
 import logging
@@ -176,7 +177,7 @@ def require_single_process() -> None:
         require(os.environ.get(name, "1") == "1", name, os.environ.get(name), message)
 
 
-class PreemptionGuard:
+class PreemptionGuard(contextlib.ExitStack):
     """Agreement of all processes on the step after which SIGTERM or SIGUSR1 to any of them stops the run.
 
     with PreemptionGuard() as preemption:  # from here on, the first SIGTERM and no SIGUSR1 end the process
@@ -189,17 +190,12 @@ class PreemptionGuard:
     """
 
     def __init__(self):
+        super().__init__()
         self.is_alone, self.is_told, self.num_asked = jax.process_count() == 1, False, 0
         self.signal = signal.SIGTERM
-
-    def __enter__(self) -> "PreemptionGuard":
         handled = (signal.SIGUSR1, *([signal.SIGTERM] if self.is_alone else []))  # jax handles it in several processes
-        self.previous = {each: signal.signal(each, self._tell) for each in handled}
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for each, handler in self.previous.items():
-            signal.signal(each, handler)
+        for each in handled:
+            self.callback(signal.signal, each, signal.signal(each, self._tell))
 
     def _tell(self, number: int, _: object) -> None:
         is_first, self.is_told, self.signal = not self.is_told, True, signal.Signals(number)

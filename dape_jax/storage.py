@@ -83,7 +83,7 @@ def names_in(directory: epath.Path) -> list[str]:
     return []
 
 
-class AppendedFiles:
+class AppendedFiles(contextlib.ExitStack):
     """Files of a run directory that are appended to: logs, metrics, traces.
 
     An object in a bucket cannot be appended to. For a bucket, `local` is a temporary directory, and `upload` copies the
@@ -91,17 +91,11 @@ class AppendedFiles:
     """
 
     def __init__(self, workdir: epath.PathLike):
-        self.workdir, self.sizes = epath.Path(workdir), dict[Path, int]()
-        self.is_bucket = is_remote(workdir)
-        self.local = epath.Path(tempfile.mkdtemp()) if self.is_bucket else self.workdir
-
-    def __enter__(self) -> "AppendedFiles":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.upload()
-        if self.is_bucket:
-            self.local.rmtree()
+        super().__init__()
+        self.workdir, self.sizes, self.is_bucket = epath.Path(workdir), dict[Path, int](), is_remote(workdir)
+        temporary = [self.enter_context(tempfile.TemporaryDirectory())] if self.is_bucket else []
+        self.local = epath.Path(*temporary or [workdir])
+        self.callback(self.upload)
 
     def earlier(self, name: str) -> epath.Path:
         """Return the local path of a file of the run directory; it has the content of earlier starts, if any."""

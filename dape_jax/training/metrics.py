@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 Sink = Callable[[int, dict[str, float]], object]  # receives a step and its scalars, such as {"train/loss_nats": 5.5}
 
 
-class MetricLogger:
+class MetricLogger(contextlib.ExitStack):
     """Progress, `metrics.jsonl` and sinks, one step behind the device. Only process 0 writes.
 
     Rates in lines of progress are means over the steps since the last line; the record has those of each step.
@@ -53,6 +53,7 @@ class MetricLogger:
 
     def __init__(self, files: AppendedFiles, run: RunConfig | TaskRunConfig, start: int):
         """Open the files of a run that starts after step `start`."""
+        super().__init__()
         # Computed here for all steps: a device computation between steps would wait for the running step.
         schedule = make_schedule(run.optimizer, run.train.num_steps)
         self.learning_rates = np.asarray(schedule(jnp.arange(run.train.num_steps)))
@@ -63,21 +64,20 @@ class MetricLogger:
         if isinstance(run, RunConfig) and run.init.train_only is None:
             flops = model_flops_per_token(run.model, run.train.train_length, run.train.batch_size)
             self.unit_mfu = mfu(flops, jax.devices()[0].device_kind, jax.device_count())
-        self.stack = contextlib.ExitStack()
         self.sinks: list[Sink] = []
         self.is_first = jax.process_index() == 0
         if self.is_first:
             if run.train.wandb is not None:
-                self.sinks.append(self.stack.enter_context(_wandb(run, files.workdir)))
+                self.sinks.append(self.enter_context(_wandb(run, files.workdir)))
             if importlib.util.find_spec("tensorboardX") is None:
                 logger.info("TensorBoard: no events are written; %s", install_command("tensorboard"))
             else:
-                self.sinks.append(self.stack.enter_context(_tensorboard(files.local / "tensorboard", start)))
+                self.sinks.append(self.enter_context(_tensorboard(files.local / "tensorboard", start)))
             # Later steps are repeated, and a kill may have cut the last line.
             file = files.earlier(METRICS_FILE)
             kept = [f"{json.dumps(line)}\n" for line in _lines(file) if line["step"] <= start]
             write_atomically(file, "".join(kept).encode())
-            self.record = self.stack.enter_context(file.open("a"))
+            self.record = self.enter_context(file.open("a"))
         bar = Progress(
             total=run.train.num_steps,
             initial=start,
@@ -86,16 +86,10 @@ class MetricLogger:
             mininterval=1.0,
             disable=not self.is_first,
         )
-        self.bar = self.stack.enter_context(bar)
+        self.bar = self.enter_context(bar)
         self.train_text, self.validation_text = "", ""
         self.pending: tuple[int, dict[str, jax.Array], int] | None = None
         self.fetched_at, self.tokens, self.seconds = time.monotonic(), 0, 0.0  # since the last line of progress
-
-    def __enter__(self) -> "MetricLogger":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.stack.close()
 
     def log(self, step: int, metrics: dict[str, jax.Array], tokens: int) -> None:
         """Accept the metrics of a step on `tokens` tokens, and report the previous step.

@@ -52,7 +52,7 @@ def train_log(files: AppendedFiles) -> Iterator[Callable[[], None]]:
             lines.close()
 
 
-class Trace:
+class Trace(contextlib.ExitStack):
     """Traces of `jax.profiler` in `WORKDIR/profile/step_N/process_I`, written by every process for itself.
 
     They are of the steps from the first to the last of `steps`, if any, and of the next `TRACED_STEPS` of a process
@@ -61,16 +61,11 @@ class Trace:
 
     def __init__(self, files: AppendedFiles, steps: tuple[int, ...], start: int):
         """Trace a run that starts after step `start`."""
+        super().__init__()
         self.root, self.steps, self.start = files.local / "profile", steps, start
         self.is_asked, self.last, self.name = False, 0, ""  # last: that of the running trace, or 0
-
-    def __enter__(self) -> "Trace":
-        self.previous = signal.signal(signal.SIGUSR2, self._ask)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        signal.signal(signal.SIGUSR2, self.previous)
-        self._stop()
+        self.callback(self._stop)
+        self.callback(signal.signal, signal.SIGUSR2, signal.signal(signal.SIGUSR2, self._ask))
 
     def _ask(self, number: int, _: object) -> None:
         self.is_asked = True
