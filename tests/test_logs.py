@@ -245,7 +245,7 @@ def test_a_trace_is_written(told):
 def test_a_signal_traces_the_next_steps_of_its_process(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "TRACED_STEPS", 2)
     before = signal.getsignal(signal.SIGUSR2)
-    with watch.Trace(AppendedFiles(tmp_path), (9, 9), 0) as trace:
+    with watch.Trace(AppendedFiles(tmp_path), (9, 9)) as trace:
         for step in range(1, 10):
             if step == 3:
                 os.kill(os.getpid(), signal.SIGUSR2)

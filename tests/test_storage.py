@@ -164,7 +164,7 @@ def test_metrics_are_written_before_a_checkpoint(bucket, tmp_path):
 def test_the_log_and_a_trace_are_uploaded(bucket):
     files.write_atomically(bucket / "train.log", b"earlier\n")
     appended = storage.AppendedFiles(bucket)
-    with appended, watch.train_log(appended) as open_log, watch.Trace(appended, (2, 2), 0) as trace:
+    with appended, watch.train_log(appended) as open_log, watch.Trace(appended, (2, 2)) as trace:
         logging.getLogger("dape_jax").error("before the lock")
         open_log()
         logging.getLogger("dape_jax").error("after it")

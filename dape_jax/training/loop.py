@@ -130,7 +130,7 @@ def _train(
     if training.train_only:
         logger.info("only parameters of these kinds are trained: %s", ", ".join(training.train_only))
 
-    def write_config() -> None:
+    def begin() -> None:
         allowed = "another run wrote to it during start-up"
         require(checkpoint.read_config(workdir) == saved, "workdir", str(workdir), allowed)
         if source.tokenizer is not None:
@@ -138,11 +138,11 @@ def _train(
         save_conventions(given.conventions, workdir)
         # A run with a checkpoint keeps its config, also if it resumes with other resumable fields.
         checkpoint.write_config(workdir, saved if saved is not None and step_names and not changes else record)
+        open_log()
 
     with jax.set_mesh(mesh), checkpoint.run_lock(workdir) as refresh_lock:
         # ---- start or resume
-        process_zero_only(write_config)
-        process_zero_only(open_log)
+        process_zero_only(begin)
         if resumed := checkpoint.restore_newest(workdir, planned):
             start, state, data_state = resumed
             logger.info("resuming from step %d of %d", start, run.train.num_steps)
@@ -162,7 +162,7 @@ def _train(
             PreemptionGuard() as preemption,
             checkpoint.Checkpoints(workdir, run.train.max_to_keep) as manager,
             MetricLogger(files, run, start) as metric_logger,
-            Trace(files, run.train.profile_steps, start) as trace,
+            Trace(files, run.train.profile_steps) as trace,
             watchdog(start) as note_end,
         ):
             if preemption.should_stop(start):

@@ -59,10 +59,9 @@ class Trace(contextlib.ExitStack):
     that receives SIGUSR2.
     """
 
-    def __init__(self, files: AppendedFiles, steps: tuple[int, ...], start: int):
-        """Trace a run that starts after step `start`."""
+    def __init__(self, files: AppendedFiles, steps: tuple[int, ...]):
         super().__init__()
-        self.root, self.steps, self.start = files.local / "profile", steps, start
+        self.root, self.steps = files.local / "profile", steps
         self.is_asked, self.last, self.name = False, 0, ""  # last: that of the running trace, or 0
         self.callback(self._stop)
         self.callback(signal.signal, signal.SIGUSR2, signal.signal(signal.SIGUSR2, self._ask))
@@ -72,16 +71,10 @@ class Trace(contextlib.ExitStack):
 
     def begin(self, step: int) -> None:
         """Start a trace if one is due before this step."""
-        if self.last:
-            return
-        if self.is_asked:
-            self.is_asked, self.last = False, step + TRACED_STEPS - 1
-        elif self.steps and max(self.steps[0], self.start + 1) == step <= self.steps[1]:
-            self.last = self.steps[1]
-        else:
-            return
-        self.name = f"step_{step}/process_{jax.process_index()}"
-        jax.profiler.start_trace(str(self.root / self.name))
+        first, last = (step, step + TRACED_STEPS - 1) if self.is_asked else self.steps or (0, 0)
+        if first <= step <= last and not self.last:
+            self.is_asked, self.last, self.name = False, last, f"step_{step}/process_{jax.process_index()}"
+            jax.profiler.start_trace(str(self.root / self.name))
 
     def end(self, step: int, metrics: Any) -> None:
         """End a trace of which this step is the last, when its metrics are computed."""
