@@ -141,11 +141,7 @@ class SharedTimer:
 
     def __init__(self, seconds: float | None, start: int):
         """Start the time after step `start`; it never passes if `seconds` is None."""
-        self.seconds = seconds
-        self._restart(start)
-
-    def _restart(self, step: int) -> None:
-        self.started_at, self.start, self.next = time.monotonic(), step, step + 1
+        self.seconds, self.started_at, self.start, self.next = seconds, time.monotonic(), start, start + 1
 
     def is_due(self, step: int) -> bool:
         """Return whether the time has passed, and start it again. All processes must ask after each step."""
@@ -153,7 +149,7 @@ class SharedTimer:
             return False
         elapsed = float(multihost_utils.broadcast_one_to_all(np.float32(time.monotonic() - self.started_at)))
         if elapsed >= self.seconds:
-            self._restart(step)
+            self.started_at, self.start, self.next = time.monotonic(), step, step + 1
             return True
         self.next = step + max(1, int((self.seconds / elapsed - 1) * (step - self.start) / 2))
         return False
