@@ -82,7 +82,7 @@ class DataConfig:
             object.__setattr__(self, "path", None)
             parse_mixture(self.mixture)
         one_of(self, "data", packing=PACKINGS)
-        require(self.path != "", "data.path", self.path, _TEXT)
+        require(self.path is None or (isinstance(self.path, str) and self.path != ""), "data.path", self.path, _TEXT)
         is_other = self.validation_path != "" and self.validation_path not in self.weights
         allowed = "must be another text than those that are trained on, or None"
         require(is_other, "data.validation_path", self.validation_path, allowed)
@@ -100,6 +100,12 @@ class DataConfig:
         if self.mixture is not None:
             return parse_mixture(self.mixture)
         return {} if self.path is None else {self.path: 1.0}
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """Texts to train on and for validation, with the name of the field that has each."""
+        fields = dict.fromkeys(self.weights, "data.path" if self.mixture is None else "data.mixture")
+        return fields | ({} if self.validation_path is None else {self.validation_path: "data.validation_path"})
 
 
 def parse_mixture(mixture: str) -> dict[str, float]:
@@ -162,11 +168,6 @@ class TokenStore:
         """Number of tokens, with one end_of_document per document."""
         return self.sidecar.num_tokens
 
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the data, recorded in checkpoints."""
-        return self.sidecar.digest
-
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """Tokenizer of the tokens."""
@@ -205,8 +206,8 @@ class Corpora:
         train, validation = list(self.train.values()), list(self.validation.values())
         if len(train) == len(validation) == 1:
             return Corpus(*train, *validation).digest
-        weighted = [[self.weights[path], store.digest] for path, store in self.train.items()]
-        return json_digest([weighted, [store.digest for store in validation]])
+        weighted = [[self.weights[path], store.sidecar.digest] for path, store in self.train.items()]
+        return json_digest([weighted, [store.sidecar.digest for store in validation]])
 
     def stores(self, split: str) -> list[TokenStore]:
         """Return the stores of "train", "validation" or "all" that have documents."""
@@ -227,18 +228,16 @@ def verify_stores(stores: Sequence[TokenStore], full: bool = True) -> None:
         stats = {name: os.stat(store.directory / name) for name in (TOKENS_FILE, OFFSETS_FILE, SIDECAR_FILE)}
         fields = ("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino", "st_dev")
         identity = {name: [getattr(stat, field) for field in fields] for name, stat in stats.items()}
-        remembered, is_known = store.directory / VERIFIED_FILE, False
         with contextlib.suppress(InputError):  # there is none, or it is damaged
-            is_known = read_json(remembered) == identity
-        if is_known and not full:
-            continue
+            if read_json(store.directory / VERIFIED_FILE) == identity and not full:
+                continue
         found, largest = digest_of(store.tokens, store.offsets, f"checking {store.directory}")
-        file, size = store.directory / SIDECAR_FILE, store.sidecar.vocab_size
-        require(found == store.digest, f"{file}: digest", store.digest, f"must be the digest of the files, {found}")
+        digest, size = store.sidecar.digest, store.sidecar.vocab_size
+        allowed = f"must be the digest of the files, {found}"
+        require(found == digest, f"{store.directory / SIDECAR_FILE}: digest", digest, allowed)
         require(largest < size, f"{store.directory / TOKENS_FILE}: token id", largest, f"must be 0 to {size - 1}")
-        if not is_known:
-            with contextlib.suppress(OSError):  # a corpus of another user, or a full disk
-                write_json(remembered, identity)
+        with contextlib.suppress(OSError):  # a corpus of another user, or a full disk
+            write_json(store.directory / VERIFIED_FILE, identity)
 
 
 def digest_of(
@@ -293,100 +292,87 @@ def find_corpus(path: str, config: DataConfig, field: str = "data.path") -> Path
     return Path(os.path.expanduser(path))
 
 
-def nearest(path: Path) -> str:
-    """Return "; did you mean PATH?" with the path beside a missing one that has the most similar name, or ""."""
-    names = os.listdir(path.parent) if path.parent.is_dir() and not path.exists() else ()
-    return did_you_mean(path.name, names, "" if path.parent == Path() else f"{path.parent}/")
-
-
 def follow_corpus(spec: dict[str, Any]) -> dict[str, Any]:
     """Return a config file's dict in which the corpus determines `model.vocab_size` and `data.tokenizer`.
 
     A `data.tokenizer` of None becomes "bytes" for raw text; for a prepared corpus it remains None, which selects the
     corpus's tokenizer. A `model.vocab_size` of None becomes that of the tokenizer. A dict without these fields is
-    returned unchanged; `config.read_run` reports missing fields.
+    returned unchanged, or with values of a wrong type; `config.read_run` reports them.
 
     Raises:
         InputError: the corpus or the tokenizer cannot be read.
     """
+    names = [field.name for field in dataclasses.fields(DataConfig)]
     try:
-        data, model = spec["data"], spec["model"]
-        path, tokenizer, vocab_size = data["path"], data["tokenizer"], model["vocab_size"]
-    except (KeyError, TypeError):
+        data = DataConfig(**{name: spec["data"][name] for name in names if name in spec["data"]})
+        vocab_size = spec["model"]["vocab_size"]
+    except (AttributeError, KeyError, TypeError):
         return spec
-    mixture, held_out = (data[name] if name in data else None for name in ("mixture", "validation_path"))
-    if None not in (tokenizer, vocab_size):
+    if None not in (data.tokenizer, vocab_size):
         return spec
-    require(mixture is not None or (isinstance(path, str) and path != ""), "data.path", path, _TEXT)
-    named = dict.fromkeys(parse_mixture(mixture), "data.mixture") if isinstance(mixture, str) else {path: "data.path"}
-    named |= {held_out: "data.validation_path"} if isinstance(held_out, str) and held_out else {}
-    sidecars = next(filter(None, itertools.starmap(_sidecars, named.items())), {})
-    if not sidecars and tokenizer is None:
-        tokenizer = Bytes.name
+    require(bool(data.weights), "data.path", data.path, _TEXT)
+    sidecars = next(filter(None, itertools.starmap(_sidecars, data.fields.items())), {})
+    tokenizer = data.tokenizer or Bytes.name
     if vocab_size is None:
         vocab_size = sidecars["train"].vocab_size if sidecars else read_tokenizer(tokenizer).vocab_size
-    return spec | {"data": data | {"tokenizer": tokenizer}, "model": model | {"vocab_size": vocab_size}}
+    sections = {"data": {"tokenizer": data.tokenizer if sidecars else tokenizer}, "model": {"vocab_size": vocab_size}}
+    return spec | {name: spec[name] | fields for name, fields in sections.items()}
 
 
-def open_corpus(directory: Path) -> Corpus:
+def open_corpus(directory: Path, field: str = "corpus") -> Corpus:
     """Map the two stores of a corpus. Opening reads no tokens; `verify_stores` reads and checks all.
 
     Raises:
-        InputError: a file is missing or has another size, or the stores do not match each other.
+        InputError: a file is missing or has another size, or the stores do not match each other. The message names
+            `field` or the file.
     """
-    stores = {split: open_store(directory / split) for split in SPLITS}
-    fingerprint = stores["train"].sidecar.fingerprint
-    for split, store in stores.items():
-        found, allowed = (store.sidecar.split, store.sidecar.fingerprint), f"must be {(split, fingerprint)}"
-        require(found == (split, fingerprint), f"{store.directory / SIDECAR_FILE}: split, fingerprint", found, allowed)
+    stores: dict[str, TokenStore] = {}
+    for split, sidecar in _sidecars(str(directory), field).items():
+        store = directory / split
+        file = store / SIDECAR_FILE
+        with read_errors("corpus", str(file)):  # numpy raises many kinds of errors for damaged headers
+            tokens = map_tokens(store / TOKENS_FILE, sidecar.vocab_size)
+            offsets = np.load(store / OFFSETS_FILE, mmap_mode="r").astype("<i8", copy=False)
+        sizes, found = (sidecar.num_tokens, sidecar.num_documents), (tokens.size, offsets.size - 1)
+        allowed = f"must be {found}, as in the files next to it; copy or prepare the corpus again"
+        require(sizes == found, f"{file}: num_tokens, num_documents", sizes, allowed)
+        stores[split] = TokenStore(store, sidecar, tokens, offsets)
+    require(bool(stores), field, str(directory), "must be a prepared corpus")
     return Corpus(**stores)
 
 
-def open_store(directory: Path) -> TokenStore:
-    """Map a store on disk; see `open_corpus`."""
-    file = directory / SIDECAR_FILE
-    sidecar = _sidecar(str(file), read_json(file))
-    with read_errors("corpus", str(file)):  # numpy raises many kinds of errors for damaged headers
-        tokens = map_tokens(directory / TOKENS_FILE, sidecar.vocab_size)
-        offsets = np.load(directory / OFFSETS_FILE, mmap_mode="r").astype("<i8", copy=False)
-    sizes, found = (sidecar.num_tokens, sidecar.num_documents), (tokens.size, offsets.size - 1)
-    allowed = f"must be {found}, as in the files next to it; copy or prepare the corpus again"
-    require(sizes == found, f"{file}: num_tokens, num_documents", sizes, allowed)
-    return TokenStore(directory, sidecar, tokens, offsets)
-
-
-def _sidecar(file: str, content: dict[str, Any]) -> Sidecar:
-    fields = [field.name for field in dataclasses.fields(Sidecar)]
-    require(set(content) == set(fields), f"{file}: fields", sorted(content), f"must be {sorted(fields)}")
-    version = content["format_version"]
-    require(version == FORMAT_VERSION, f"{file}: format_version", version, f"must be {FORMAT_VERSION}")
-    return Sidecar(**content)
-
-
-def _sidecars(path: str, field: str) -> dict[str, Sidecar]:
+def _sidecars(path: str, field: str) -> dict[Split, Sidecar]:
     """Return the sidecars of the prepared corpus at a path or URL, or {} if it is raw text."""
     if path == STDLIB:
         return {}
-    sidecars: dict[str, Sidecar] = {}
+    sidecars: dict[Split, Sidecar] = {}
+    fields = sorted(each.name for each in dataclasses.fields(Sidecar))
     for split in SPLITS:
         file = f"{path.rstrip('/')}/{split}/{SIDECAR_FILE}"
         with read_errors(field, path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             system, name = fsspec.url_to_fs(os.path.expanduser(file))
-            sidecars[split] = _sidecar(file, parse_json(file, system.cat_file(name)))
+            content = parse_json(file, system.cat_file(name))
+            require(sorted(content) == fields, f"{file}: fields", sorted(content), f"must be {fields}")
+            sidecar = sidecars[split] = Sidecar(**content)
+            given = (sidecar.format_version, sidecar.split, sidecar.fingerprint)
+            expected = (FORMAT_VERSION, split, next(iter(sidecars.values())).fingerprint)
+            require(given == expected, f"{file}: format_version, split, fingerprint", given, f"must be {expected}")
     allowed = f"must be a whole corpus; only {list(sidecars)} has a {SIDECAR_FILE}"
     require(len(sidecars) != 1, field, path, allowed)
     if not sidecars:
         local = Path(os.path.expanduser(path))
         is_split = (local / TOKENS_FILE).exists()
         require(not is_split, field, path, "is one split of a corpus; give the directory above it")
-        is_text = is_remote(path) or glob.has_magic(path) or local.exists()
-        allowed = "; give a prepared corpus, or text: a file, a directory, a quoted glob or stdlib"
-        several = "; several texts are a data.mixture, TEXT=WEIGHT,TEXT=WEIGHT" if "," in path else ""
-        require(is_text, field, path, f"does not exist{several or nearest(local) or allowed}")
+        if not (is_remote(path) or glob.has_magic(path) or local.exists()):
+            names = os.listdir(local.parent) if local.parent.is_dir() else ()
+            meant = did_you_mean(local.name, names, "" if local.parent == Path() else f"{local.parent}/")
+            allowed = f"; give a prepared corpus, or text: a file, a directory, a quoted glob or {STDLIB}"
+            allowed += "; several texts are a data.mixture, TEXT=WEIGHT,TEXT=WEIGHT"
+            raise InputError(f"{field} = {path!r}: does not exist{meant or allowed}")
     return sidecars
 
 
-def _local_copy(url: str, field: str, sidecars: dict[str, Sidecar], cache: Path) -> Path:
+def _local_copy(url: str, field: str, sidecars: dict[Split, Sidecar], cache: Path) -> Path:
     """Return a local copy of the prepared corpus at a URL; make it if missing.
 
     One process of a machine copies and the others wait. Only the files of a store are copied, whatever else is there. A

@@ -248,7 +248,7 @@ def common_text(
         (tokenizer,) = {store.sidecar.tokenizer for store in stores.values()}
         texts[model.name] = f"{', '.join(stores)} as {tokenizer}"
     allowed = "must be the same text and tokenizer for all; --data=TEXT scores all runs of one tokenizer on one text"
-    scored = [[store.digest for store in each.stores(split)] for each in corpora]
+    scored = [[store.sidecar.digest for store in each.stores(split)] for each in corpora]
     require(scored.count(scored[0]) == len(models), "data", texts, allowed)
     stores = corpora[0].stores(split)
     allowed = f"must have documents in {texts[models[0].name]}; --split=all scores the documents of both splits"

@@ -89,13 +89,17 @@ def load_corpora(config: DataConfig, lossy: bool = False) -> Corpora:
     """
     allowed = "must be the path of text or of a corpus: this model was imported, and its training text is unknown"
     require(bool(config.weights), "data.path", config.path, allowed)
-    field, held_out = "data.path" if config.mixture is None else "data.mixture", config.validation_path
-    fields = dict.fromkeys(config.weights, field) | ({} if held_out is None else {held_out: "data.validation_path"})
+    fields, held_out = config.fields, config.validation_path
     found = {path: find_corpus(path, config, name) for path, name in fields.items()}
     corpora = {path: open_corpus(directory) for path, directory in found.items() if directory is not None}
     if config.tokenizer is None and corpora:
         names = {path: corpus.train.sidecar.tokenizer for path, corpus in corpora.items()}
-        require(len(set(names.values())) == 1, field, names, "must have been prepared with the same tokenizer")
+        require(
+            len(set(names.values())) == 1,
+            next(iter(fields.values())),
+            names,
+            "must have been prepared with the same tokenizer",
+        )
         file = next(iter(corpora.values())).train.directory / TOKENIZER_FILE
         config = dataclasses.replace(config, tokenizer=str(file) if file.exists() else Bytes.name)
     for path, name in fields.items():

@@ -6,8 +6,8 @@ import numpy as np
 
 from dape_jax.data.prepare.build import RECORD_FILE, REJECTED_FILE, to_record
 from dape_jax.data.prepare.splits import described
-from dape_jax.data.store import SIDECAR_FILE, TokenStore, nearest, open_corpus, verify_stores
-from dape_jax.errors import printable, require
+from dape_jax.data.store import TokenStore, open_corpus, verify_stores
+from dape_jax.errors import printable
 from dape_jax.files import read_json
 
 QUANTILES = {"smallest": 0.0, "5 %": 0.05, "25 %": 0.25, "median": 0.5, "75 %": 0.75, "95 %": 0.95, "largest": 1.0}
@@ -22,9 +22,7 @@ def show(directory: Path) -> None:
     Raises:
         InputError: there is no corpus, or it is damaged.
     """
-    is_corpus = (directory / "train" / SIDECAR_FILE).exists()
-    require(is_corpus, "--show", str(directory), f"must be a prepared corpus{nearest(directory)}")
-    corpus = open_corpus(directory)
+    corpus = open_corpus(directory, "--show")
     sidecar, record = corpus.train.sidecar, to_record(read_json(directory / RECORD_FILE))
     print(f"{directory}: made from {sidecar.source!r}, {record.num_input_bytes / 1e6:,.1f} MB of input")
     print(f"tokenizer {sidecar.tokenizer}: {sidecar.vocab_size:,} ids, each stored as {corpus.train.tokens.dtype.name}")
