@@ -15,31 +15,21 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 from jaxtyping import Integer
 
-from dape_jax.data.prepare.config import PrepareConfig
-from dape_jax.data.prepare.records import LeftOut
+from dape_jax.data import store
+from dape_jax.data.prepare.records import SKIPPED, LeftOut
 from dape_jax.data.prepare.splits import Found, Inputs, described, divided
-from dape_jax.data.store import (
-    FORMAT_VERSION,
-    OFFSETS_FILE,
-    SIDECAR_FILE,
-    SPLITS,
-    TOKENS_FILE,
-    Sidecar,
-    digest_of,
-    map_tokens,
-    token_dtype,
-)
 from dape_jax.data.tokenizers import HfTokenizer, Tokenizer, save_tokenizer
 from dape_jax.errors import InputError, require
 from dape_jax.files import json_digest, read_json, write_json
@@ -71,36 +61,30 @@ def to_record(saved: dict[str, Any]) -> Record:
     return Record(**values)
 
 
-class Document(NamedTuple):
-    """Document of a corpus."""
-
-    ids: Integer[np.ndarray, "_"]  # without end_of_document
-    num_text_bytes: int
-    is_lossy: bool
-
-
-def to_document(found: Found, config: PrepareConfig, tokenizer: Tokenizer, where: str) -> Document | LeftOut:
-    """Return a document with its ids, or why it is left out.
+def encode(found: Found, inputs: Inputs) -> tuple[Found, Integer[np.ndarray, "_"] | LeftOut, bool]:
+    """Return a document with its ids, or why it is left out, and whether the ids decode to another text.
 
     Raises:
-        InputError: ids are outside the vocabulary, or a document needs `lossy`. The message names `where`.
+        InputError: ids are outside the vocabulary, or a document needs `lossy`. The message names the document.
     """
-    content = found.content
+    content, tokenizer = found.content, inputs.tokenizer
+    assert tokenizer is not None
     if isinstance(content, LeftOut):
-        return content
+        return found, content, False
+    where = f"{inputs.files[found.file].path}: document {found.number}"
     if not isinstance(content, bytes):
         low, high = int(content.min()), int(content.max())
         allowed = f"must be 0 to {tokenizer.vocab_size - 1}, the ids of the tokenizer {tokenizer.name}"
         require(0 <= low and high < tokenizer.vocab_size, f"{where}: token id", low if low < 0 else high, allowed)
-        return Document(content, num_text_bytes=0, is_lossy=False)
+        return found, content, False
     try:
         ids = tokenizer.encode(content)
     except InputError as error:
-        return LeftOut("cannot be encoded", str(error))
+        return found, LeftOut("cannot be encoded", str(error)), False
     is_lossy = tokenizer.decode(ids) != content
     allowed = "must decode to the text; dape-prepare --lossy accepts and counts documents that differ"
-    require(config.lossy or not is_lossy, f"{where}: tokenizer", tokenizer.name, allowed)
-    return Document(ids, len(content), is_lossy)
+    require(inputs.config.lossy or not is_lossy, f"{where}: tokenizer", tokenizer.name, allowed)
+    return found, ids, is_lossy
 
 
 def build_corpus(work: Path, inputs: Inputs, cut: int | None) -> None:
@@ -109,64 +93,55 @@ def build_corpus(work: Path, inputs: Inputs, cut: int | None) -> None:
     `work` is empty or has the progress of the same inputs; `cut` is that of `splits.find_cut`.
 
     Raises:
-        InputError: a split has no documents, a file cannot be read, or as in `to_document`.
+        InputError: a split has no documents, a file cannot be read, or as in `encode`.
     """
     config, tokenizer = inputs.config, inputs.tokenizer
     assert tokenizer is not None
-    record = _write_documents(work, inputs, tokenizer, cut)
-    source, fingerprint = ",".join(config.input), json_digest(inputs.recipe)
+    record, source = _write_documents(work, inputs, tokenizer, cut), ",".join(config.input)
     has_both = bool(config.validation) or 0 < config.validation_fraction < 1
     if len(record.num_documents) < 1 + has_both:
         shutil.rmtree(work)  # otherwise it would refuse the corrected flags
         counts = described(record.skipped + record.rejected)
         raise InputError(f"input = {source!r}: must have more text, some for each split; left out: {counts}")
-    for split in SPLITS:
-        store = work / CORPUS_DIRECTORY / split
-        lengths = np.fromfile(work / f"{split}.lengths", "<i8")
-        offsets = np.cumsum(np.concatenate([[0], lengths]), dtype="<i8")
-        tokens = map_tokens(store / TOKENS_FILE, tokenizer.vocab_size)
+    for split in store.SPLITS:
+        directory = work / CORPUS_DIRECTORY / split
+        offsets = np.cumsum(np.append(0, np.fromfile(work / f"{split}.lengths", "<i8")), dtype="<i8")
+        tokens = store.map_tokens(directory / store.TOKENS_FILE, tokenizer.vocab_size)
         assert len(tokens) == offsets[-1]
-        digest, _ = digest_of(tokens, offsets, "digest")
-        with open(store / OFFSETS_FILE, "wb") as file:
-            np.save(file, offsets)
-            _sync(file)
-        save_tokenizer(tokenizer, store)
-        sidecar = Sidecar(
-            format_version=FORMAT_VERSION,
+        np.save(directory / store.OFFSETS_FILE, offsets)
+        save_tokenizer(tokenizer, directory)
+        sidecar = store.Sidecar(
+            format_version=store.FORMAT_VERSION,
             tokenizer=tokenizer.name,
             vocab_size=tokenizer.vocab_size,
             dtype=tokens.dtype.str,
-            num_documents=len(lengths),
-            num_tokens=len(tokens),
-            digest=digest,
+            num_documents=record.num_documents[split],
+            num_tokens=record.num_tokens[split],
+            digest=store.digest_of(tokens, offsets, "digest")[0],
             split=split,
             source=source,
-            fingerprint=fingerprint,
+            fingerprint=json_digest(inputs.recipe),
         )
-        write_json(store / SIDECAR_FILE, vars(sidecar))
+        write_json(directory / store.SIDECAR_FILE, vars(sidecar))
     write_json(work / CORPUS_DIRECTORY / RECORD_FILE, vars(record))
 
 
 def _write_documents(work: Path, inputs: Inputs, tokenizer: Tokenizer, cut: int | None) -> Record:
     """Write the documents of all files that are not yet complete, and return the counts of all."""
-    config, files = inputs.config, inputs.files
-    paths = {f"{split}.tokens": work / CORPUS_DIRECTORY / split / TOKENS_FILE for split in SPLITS}
-    paths |= {f"{split}.lengths": work / f"{split}.lengths" for split in SPLITS}
+    files, dtype = inputs.files, store.token_dtype(tokenizer.vocab_size)
+    end = np.array([tokenizer.end_of_document], dtype).tobytes()
+    paths = {f"{split}.tokens": work / CORPUS_DIRECTORY / split / store.TOKENS_FILE for split in store.SPLITS}
+    paths |= {f"{split}.lengths": work / f"{split}.lengths" for split in store.SPLITS}
     paths |= {REJECTED_FILE: work / CORPUS_DIRECTORY / REJECTED_FILE}
     progress: dict[str, Any] = {"num_files": 0, "sizes": dict.fromkeys(paths, 0), "record": {"cut": cut}}
     if cut is None and (work / PROGRESS_FILE).exists():  # the cut is at a position in all documents
         progress = read_json(work / PROGRESS_FILE)
     record, num_complete, unsaved = to_record(progress["record"]), progress["num_files"], 0
-    dtype = token_dtype(tokenizer.vocab_size)
-    end = np.array([tokenizer.end_of_document], dtype).tobytes()
-
-    def convert(found: Found) -> tuple[Found, Document | LeftOut]:
-        where = f"{files[found.file].path}: document {found.number}"
-        return found, to_document(found, config, tokenizer, where)
 
     def save(num_files: int) -> None:
         for file in out.values():
-            _sync(file)
+            file.flush()
+            os.fsync(file.fileno())
         sizes = {name: file.tell() for name, file in out.items()}
         write_json(work / PROGRESS_FILE, {"num_files": num_files, "sizes": sizes, "record": vars(record)})
 
@@ -179,27 +154,29 @@ def _write_documents(work: Path, inputs: Inputs, tokenizer: Tokenizer, cut: int 
             out[name].seek(0, os.SEEK_END)
         num_bytes = sum(file.num_bytes for file in files[num_complete:])
         bar = stack.enter_context(Progress(total=num_bytes, desc="tokenizing", unit="B", unit_scale=True, leave=False))
-        documents = divided(inputs, cut, num_complete)
-        num_threads = config.workers if isinstance(tokenizer, HfTokenizer) else 1
-        for found, made in _map_in_order(convert, documents, num_threads):
+        num_threads = inputs.config.workers if isinstance(tokenizer, HfTokenizer) else 1
+        encoded = _map_in_order(
+            functools.partial(encode, inputs=inputs), divided(inputs, cut, num_complete), num_threads
+        )
+        for found, ids, is_lossy in encoded:
             num_bytes = sum(file.num_bytes for file in files[num_complete : found.file])
             num_complete, unsaved = found.file, unsaved + num_bytes
             bar.update(num_bytes)
             if unsaved >= _SAVE_BYTES:
                 save(num_complete)
                 unsaved = 0
-            if isinstance(made, Document):
-                out[f"{found.split}.tokens"].write(made.ids.astype(dtype, casting="unsafe").tobytes() + end)
-                out[f"{found.split}.lengths"].write((len(made.ids) + 1).to_bytes(8, "little"))
+            if not isinstance(ids, LeftOut):
+                out[f"{found.split}.tokens"].write(ids.astype(dtype, casting="unsafe").tobytes() + end)
+                out[f"{found.split}.lengths"].write((len(ids) + 1).to_bytes(8, "little"))
                 record.num_documents[found.split] += 1
-                record.num_tokens[found.split] += len(made.ids) + 1
-                record.num_text_bytes += made.num_text_bytes
-                record.num_lossy += made.is_lossy
+                record.num_tokens[found.split] += len(ids) + 1
+                record.num_text_bytes += len(found.content) if isinstance(found.content, bytes) else 0
+                record.num_lossy += is_lossy
                 continue
-            (record.rejected if made.is_bad else record.skipped)[made.reason] += 1
-            if made.reason != "filtered":
-                detail = " ".join(made.detail.split())[:200]
-                line = {"file": files[found.file].path, "line": found.number, "reason": made.reason, "detail": detail}
+            (record.skipped if ids.reason in SKIPPED else record.rejected)[ids.reason] += 1
+            if ids.reason != "filtered":
+                detail = " ".join(ids.detail.split())[:200]
+                line = {"file": files[found.file].path, "line": found.number, "reason": ids.reason, "detail": detail}
                 out[REJECTED_FILE].write(json.dumps(line).encode() + b"\n")
         record.num_input_bytes = sum(file.num_bytes for file in files)
         save(len(files))
@@ -214,13 +191,7 @@ def _map_in_order(function: Callable[[Any], Any], items: Iterable[Any], num_thre
     pending: collections.deque[concurrent.futures.Future[Any]] = collections.deque()
     with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
         for item in items:
+            pending.append(pool.submit(function, item))
             if len(pending) == 2 * num_threads:
                 yield pending.popleft().result()
-            pending.append(pool.submit(function, item))
-        while pending:
-            yield pending.popleft().result()
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+        yield from (each.result() for each in pending)

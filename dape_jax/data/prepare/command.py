@@ -21,42 +21,31 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import filelock
+import numpy as np
 
 from dape_jax import command_line
 from dape_jax.command_line import flag
-from dape_jax.data.prepare.build import (
-    CORPUS_DIRECTORY,
-    RECORD_FILE,
-    REJECTED_FILE,
-    Record,
-    build_corpus,
-    to_record,
-)
+from dape_jax.data.prepare.build import CORPUS_DIRECTORY, RECORD_FILE, REJECTED_FILE, Record, build_corpus, to_record
 from dape_jax.data.prepare.config import MAX_LENGTH, PrepareConfig
-from dape_jax.data.prepare.inputs import find_files
+from dape_jax.data.prepare.inputs import InputFile, find_files
 from dape_jax.data.prepare.records import holds_ids
-from dape_jax.data.prepare.show import show
 from dape_jax.data.prepare.splits import Inputs, described, divided, find_cut
-from dape_jax.data.store import FORMAT_VERSION, Corpus, DataConfig, open_corpus
-from dape_jax.data.tokenizers import (
-    TOKENIZER_FILE,
-    read_tokenizer,
-    save_tokenizer,
-    saved_tokenizer,
-    train_bpe,
-)
-from dape_jax.errors import InputError, require
+from dape_jax.data.store import FORMAT_VERSION, Corpus, DataConfig, TokenStore, open_corpus, verify_stores
+from dape_jax.data.tokenizers import TOKENIZER_FILE, read_tokenizer, save_tokenizer, saved_tokenizer, train_bpe
+from dape_jax.errors import InputError, printable, require
 from dape_jax.files import json_digest, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
 RECIPE_FILE = "recipe.json"
 TRAIN_BPE_BYTES = 2**30  # bytes of text on which a BPE is trained
+QUANTILES = {"smallest": 0.0, "5 %": 0.05, "25 %": 0.25, "median": 0.5, "75 %": 0.75, "95 %": 0.95, "largest": 1.0}
+_SAMPLES, _SHOWN_CHARS = 3, 200  # documents of each store whose beginning is shown, and its length
 
 
 class Prepared(NamedTuple):
@@ -66,24 +55,24 @@ class Prepared(NamedTuple):
     record: Record
 
 
-def prepare(config: PrepareConfig) -> Prepared:
+def prepare(config: PrepareConfig, is_cache: bool = False) -> Prepared:
     """Build a corpus, resume building it, or open it if it is complete. Wait for another process that is building it.
+
+    `config.output` is its directory or, with `is_cache`, one of many corpora, each in a directory named by its recipe.
 
     Raises:
         InputError: the input is invalid, or the output was made with another recipe.
     """
     output = Path(os.path.abspath(os.path.expanduser(config.output)))
-    is_new = not output.exists() or (output / RECIPE_FILE).is_file()
-    require(is_new, "output", str(output), "must be a new directory, or one made by this program")
-    return _prepare(find_inputs(config, output, _partial(output)), output)
-
-
-def _partial(output: Path) -> Path:
-    return output.with_name(output.name + ".partial")
-
-
-def _prepare(inputs: Inputs, output: Path) -> Prepared:
-    config, work = inputs.config, _partial(output)
+    if is_cache:  # its corpora may be below the input
+        inputs = find_inputs(config, [file.parent for file in output.glob(f"{'[0-9a-f]' * 16}*/{RECIPE_FILE}")])
+        output /= json_digest(inputs.recipe)[:16]
+        logger.info("text of %r is prepared in %s", ",".join(config.input), output)
+    else:
+        is_ours = not output.exists() or (output / RECIPE_FILE).is_file()
+        require(is_ours, "output", str(output), "must be a new directory, or one made by this program")
+        inputs = find_inputs(config, [output, Path(f"{output}.partial")])
+    work = Path(f"{output}.partial")
     if not output.exists():
         output.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(output.with_name(f".{output.name}.lock")):
@@ -114,67 +103,51 @@ def prepare_text(path: str, data: DataConfig, lossy: bool, field: str) -> Corpus
     """
     allowed = f"raw text ({field} = {path!r}) needs 'bytes' or a tokenizer.json"
     require(data.tokenizer is not None, "data.tokenizer", data.tokenizer, allowed)
-    cache = Path(os.path.abspath(os.path.expanduser(data.cache_dir)))
-    corpora = [file.parent for file in cache.glob(f"{'[0-9a-f]' * 16}*/{RECIPE_FILE}")]  # they may be below `path`
     try:
-        config = PrepareConfig(
-            input=(path,),
-            validation=() if data.validation_path is None else (data.validation_path,),
-            output=data.cache_dir,
-            tokenizer=data.tokenizer,
-            lossy=lossy,
-            max_length=MAX_LENGTH,
-            document_separator=data.document_separator,
-            validation_fraction=data.validation_fraction,
-            workers=1,  # of the longest documents, few fit in memory
-        )
-        inputs = find_inputs(config, *corpora)
-        output = cache / json_digest(inputs.recipe)[:16]
-        corpus, record = _prepare(inputs, output)
+        held_out = () if data.validation_path is None else (data.validation_path,)
+        fields: dict[str, Any] = {"input": (path,), "validation": held_out, "output": data.cache_dir, "lossy": lossy}
+        fields |= {"max_length": MAX_LENGTH, "workers": 1}  # of the longest documents, few fit in memory
+        for name in ("tokenizer", "document_separator", "validation_fraction"):
+            fields[name] = getattr(data, name)
+        corpus, record = prepare(PrepareConfig(**fields), is_cache=True)
     except InputError as error:
         raise InputError(f"{field} = {path!r}: {str(error).removeprefix(f'input = {path!r}: ')}") from error
     except OSError as error:  # of input it is an InputError
         raise OSError(f"data.cache_dir = {data.cache_dir!r}: {error}") from error
-    logger.info("text of %r, prepared in %s", path, output)
     if record.num_lossy:
         logger.warning("%d documents cannot be decoded exactly from their tokens", record.num_lossy)
     return corpus
 
 
-def find_inputs(config: PrepareConfig, *excluded: Path) -> Inputs:
+def find_inputs(config: PrepareConfig, excluded: Collection[Path]) -> Inputs:
     """Return the inputs of a config. Files in the `excluded` directories are left out.
 
     Raises:
         InputError: a path has no files, the tokenizer cannot be read, or they do not fit each other.
     """
-    files, held_out, tokenizer = find_files(config.input, excluded), [], None
+    files, held_out, tokenizer = find_files(config.input, excluded), list[InputFile](), None
     if config.validation:
-        held_out = [file._replace(split="validation") for file in find_files(config.validation, excluded, "validation")]
+        held_out = find_files(config.validation, excluded, "validation")
         paths = {file.path for file in held_out}
         files = [file._replace(split="train") for file in files if file.path not in paths]
         require(bool(files), "input", ",".join(config.input), "must have files that are not in validation")
+    options = ("text_field", "min_length", "max_length", "validation_fraction")
+    recipe: dict[str, Any] = {"format_version": FORMAT_VERSION, "where": config.conditions}
+    recipe |= {option: getattr(config, option) for option in options}
     if config.tokenizer is not None:
         tokenizer = read_tokenizer(config.tokenizer, "tokenizer", config.end_of_document)
-        name: dict[str, Any] = {"tokenizer": tokenizer.name}
+        recipe["tokenizer"] = tokenizer.name
     else:
         of_ids = next((file.path for file in files if holds_ids(file.path)), None)
         require(of_ids is None, "train_bpe", config.train_bpe, f"{of_ids} has ids: give their tokenizer, --tokenizer")
-        name = {"train_bpe": config.train_bpe, "train_bpe_bytes": TRAIN_BPE_BYTES}
-    recipe = {
-        "format_version": FORMAT_VERSION,
-        **name,
-        "text_field": config.text_field,
-        "where": config.conditions,
-        "min_length": config.min_length,
-        "max_length": config.max_length,
-        "validation_fraction": config.validation_fraction,
-        "input": {file.path: [file.num_bytes, file.version] for file in files},
-    }
+        recipe |= {"train_bpe": config.train_bpe, "train_bpe_bytes": TRAIN_BPE_BYTES}
+    recipe["input"] = {file.path: [file.num_bytes, file.version] for file in files}
     # Absent by default, so that corpora made before these options existed keep their recipe.
     if config.document_separator:
         recipe["document_separator"] = config.document_separator
     if held_out:
         recipe["validation"] = {file.path: [file.num_bytes, file.version] for file in held_out}
+    held_out = [file._replace(split="validation") for file in held_out]
     return Inputs(config, files + held_out, tokenizer, json.loads(json.dumps(recipe)))
 
 
@@ -214,6 +187,40 @@ def _training_texts(inputs: Inputs, cut: int | None) -> Iterator[str]:
             num_bytes += len(found.content)
         if num_bytes >= TRAIN_BPE_BYTES:
             return
+
+
+def show(directory: Path) -> None:
+    """Print a summary of a corpus. Samples follow the check of the digest, with control characters escaped.
+
+    Raises:
+        InputError: there is no corpus, or it is damaged.
+    """
+    corpus = open_corpus(directory, "--show")
+    sidecar, record = corpus.train.sidecar, to_record(read_json(directory / RECORD_FILE))
+    print(f"{directory}: made from {sidecar.source!r}, {record.num_input_bytes / 1e6:,.1f} MB of input")
+    print(f"tokenizer {sidecar.tokenizer}: {sidecar.vocab_size:,} ids, each stored as {corpus.train.tokens.dtype.name}")
+    print(f"skipped: {described(record.skipped)}")
+    print(f"bad: {described(record.rejected)}" + (f"; see {directory / REJECTED_FILE}" if record.rejected else ""))
+    print(f"documents that cannot be decoded exactly from their tokens: {record.num_lossy:,}")
+    for store in corpus:
+        if store.num_documents:
+            _show_store(store)
+    print(f"\ndigest {corpus.digest}: verified")
+
+
+def _show_store(store: TokenStore) -> None:
+    size = f"{store.tokens.nbytes / 1e6:,.1f} MB on disk"
+    documents = f"{store.num_documents:,} document{'s' * (store.num_documents > 1)}"
+    print(f"\n{store.sidecar.split}: {documents}, {store.num_tokens:,} tokens, {size}")
+    lengths = np.diff(store.offsets) - 1
+    at = np.quantile(lengths, list(QUANTILES.values()), method="inverted_cdf")
+    quantiles = ", ".join(f"{name} {value:,}" for name, value in zip(QUANTILES, at.tolist(), strict=True))
+    print(f"  tokens per document, without its end (mean {lengths.mean():,.1f}): {quantiles}")
+    verify_stores([store])
+    for index in np.random.default_rng(0).permutation(store.num_documents)[:_SAMPLES].tolist():
+        # A character has at most 4 bytes, and a token at least one.
+        text = store.tokenizer.decode(store.document(index)[: 4 * _SHOWN_CHARS]).decode("utf-8", "replace")
+        print(f"  document {index:,}, {lengths[index]:,} tokens: {printable(text[:_SHOWN_CHARS])}")
 
 
 @dataclasses.dataclass(frozen=True)

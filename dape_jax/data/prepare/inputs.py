@@ -80,8 +80,7 @@ def find_files(paths: Iterable[str], excluded: Collection[Path] = (), field: str
         require(not corpora, field, path, allowed)
         allowed = f"no files there; give a file, a directory or a glob that matches files, or {STDLIB!r}"
         require(len(kept) > 0, field, path, allowed)
-        for file in kept:
-            files.setdefault(file.path, file)
+        files |= {file.path: file for file in kept}
     return list(files.values())
 
 

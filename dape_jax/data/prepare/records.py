@@ -13,14 +13,14 @@ In: an `InputFile` of `inputs`. Out: its records, from `read_records`. Next: `sp
 A record that cannot be read is left out with its reason, and reading continues after it.
 """
 
+import contextlib
 import datetime
 import decimal
-import fractions
 import itertools
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,8 +35,7 @@ from dape_jax.storage import is_remote
 Content = str | bytes | Integer[np.ndarray, "_"]  # text of a record, (part of) a text file, or token ids
 
 PIECE_BYTES = 2**24  # a longer text that is a whole split is cut into documents of this length
-_LINE_BYTES = 2**26  # longest of the lines that tell lines of JSON from other text
-_WHOLE_BYTES = 2**30  # longest JSON that is not in lines
+_VALUE_BYTES = 2**30  # longest JSON value: a line, or a whole file
 _ROWS = 16  # rows of parquet in memory at a time
 _BLOCK = 2**20  # bytes that are read at a time to find separators
 _NEAR = 1024  # bytes before a cut in which a line break or white space is looked for
@@ -48,10 +47,9 @@ class LeftOut(NamedTuple):
     reason: str  # category, for counts
     detail: str = ""
 
-    @property
-    def is_bad(self) -> bool:
-        """Return whether the record is bad. Others are skipped, because of the options."""
-        return self.reason not in ("filtered", "too short", "too long")
+
+SKIPPED = ("filtered", "too short", "too long")  # reasons that follow from the options; others are of bad records
+_BLANK = LeftOut("blank line")  # not counted
 
 
 # ---- the text of a record
@@ -59,19 +57,15 @@ class LeftOut(NamedTuple):
 
 def select_text(record: Any, config: PrepareConfig) -> str | LeftOut:
     """Return the text of a record, or why it is left out."""
+    if isinstance(record, LeftOut):
+        return record
     for field, accepted in config.conditions:
-        value = lookup(record, field)
-        if not any(_matches(value, text) for text in accepted):
-            is_container = isinstance(value, dict | list)
-            shown = f"a {type(value).__name__}, not compared" if is_container else _spelled(value)[:40]
-            return LeftOut("filtered", _missing(record, field) if value is None else f"{field!r} is {shown}")
-    if not isinstance(record, dict):
-        form = type(record).__name__
-        return LeftOut("no text", f"a {form}, not an object; a .json file may have an array of objects")
-    field, text = config.text_field, lookup(record, config.text_field)
+        if not any(_matches(lookup(record, field), text) for text in accepted):
+            return LeftOut("filtered", _described(record, field))
+    text = lookup(record, config.text_field)
     if isinstance(text, str | bytes):  # parquet has bytes, perhaps not of UTF-8
         return text if isinstance(text, str) else text.decode(errors="surrogateescape")
-    found = _missing(record, field) if text is None else f"{field!r} is {type(text).__name__}"
+    found = _described(record, config.text_field)
     return LeftOut("no text", f"{found}; --text_field of dape-prepare names another field")
 
 
@@ -83,10 +77,14 @@ def lookup(record: Any, field: str) -> Any:
     return lookup(record.get(first), rest) if rest else None
 
 
-def _missing(record: Any, field: str) -> str:
-    """Return that a field is missing, with the names of the fields that there are."""
-    names = ", ".join(map(str, itertools.islice(record, 20))) if isinstance(record, dict) else ""
-    return f"{field!r} is missing; fields: {names or 'none'}"
+def _described(record: Any, field: str) -> str:
+    """Return what a record has in a field, for messages."""
+    value = lookup(record, field)
+    if not isinstance(record, dict):
+        return f"a {type(record).__name__}, not an object; a .json file may have an array of objects"
+    if value is None:
+        return f"{field!r} is missing; fields: {[*record][:20]}"
+    return f"{field!r} is {_spelled(value)[:40]} ({type(value).__name__})"
 
 
 def _spelled(value: Any) -> str:
@@ -97,16 +95,14 @@ def _spelled(value: Any) -> str:
 
 def _matches(value: Any, text: str) -> bool:
     """Return whether a value is the one in `where`, perhaps spelled otherwise."""
-    if text == _spelled(value):
-        return True
-    try:
+    if text == _spelled(value) or isinstance(value, bool):
+        return text == _spelled(value)
+    with contextlib.suppress(ValueError, decimal.InvalidOperation):
         if isinstance(value, datetime.datetime):
             given = datetime.datetime.fromisoformat(text)
-            return value == (given if given.tzinfo else given.replace(tzinfo=value.tzinfo))
-        is_number = isinstance(value, int | float | decimal.Decimal) and not isinstance(value, bool)
-        return is_number and fractions.Fraction(text) == fractions.Fraction(value)  # 2003 and 2003.0
-    except (ValueError, ArithmeticError):
-        return False
+            return value == given.replace(tzinfo=given.tzinfo or value.tzinfo)
+        return decimal.Decimal(text) == value  # 2003 and 2003.0
+    return False
 
 
 # ---- the records of a file
@@ -133,7 +129,7 @@ def read_records(file: InputFile, config: PrepareConfig, is_alone: bool) -> Iter
     number = 0
     try:
         for number, found in enumerate(_records(file.path, config, is_alone), 1):
-            if found is not None:
+            if found is not _BLANK:
                 yield number, found
     except DAMAGE as error:
         if isinstance(error, OSError) and (error.errno is not None or is_remote(file.path)):
@@ -142,33 +138,18 @@ def read_records(file: InputFile, config: PrepareConfig, is_alone: bool) -> Iter
         yield number + 1, LeftOut(reason, f"{type(error).__name__}: {error}")
 
 
-def _records(path: str, config: PrepareConfig, is_alone: bool) -> Iterator[Content | LeftOut | None]:
-    """Yield the records of a file, and None for a blank line."""
+def _records(path: str, config: PrepareConfig, is_alone: bool) -> Iterator[Content | LeftOut]:
     if holds_ids(path) and not config.where:
         yield from read_ids(path)
         return
     with open_input(path) as (content, head):
         if head.startswith(b"version https://git-lfs.github.com/spec/"):
             yield LeftOut("not downloaded", "a pointer of git-lfs: `git lfs pull` replaces it by the file")
-            return
-        start, form = content.tell(), _format(path, content, head, config)
-        content.seek(start)
-        if form == "array":
-            found = _parse(content.read(_WHOLE_BYTES))
-            values = found if isinstance(found, list) else [found]
-            if isinstance(lookup(values[0], config.text_field), str):
-                yield from (select_text(value, config) for value in values)
-                return
-            content.seek(start)  # JSON without the text field is text
-        if form == "parquet":
-            yield from (select_text(row, config) for row in _rows(path, content, config))
-        elif form == "lines":
-            for line in content:
-                value = None if line.isspace() else _parse(line)
-                yield value if line.isspace() or isinstance(value, LeftOut) else select_text(value, config)
+        elif (values := _values(path, content, head, config)) is not None:
+            yield from (select_text(value, config) for value in values)
         elif config.where:
             yield LeftOut("filtered", "a text has no fields")
-        elif form == "binary":
+        elif b"\0" in head:
             others = "give text in UTF-8, JSON lines or parquet; archives are not unpacked"
             flat = "it has no .idx, and token files without one are not supported"
             yield LeftOut("binary file", f"a NUL byte: {flat if path.lower().endswith('.bin') else others}")
@@ -180,28 +161,28 @@ def _records(path: str, config: PrepareConfig, is_alone: bool) -> Iterator[Conte
             yield content.read(config.max_length + 1)
 
 
-def _format(path: str, content: Any, head: bytes, config: PrepareConfig) -> str:
-    """Return the format of a file: "parquet", "binary", "lines", "text", or "array" (perhaps also one object, or text).
-
-    The position in `content` may have changed.
-    """
+def _values(path: str, content: Any, head: bytes, config: PrepareConfig) -> Iterable[Any] | None:
+    """Return the rows of parquet or the values of JSON in a file, or None: it is text, as JSON without the field is."""
     name = re.sub(r"\.(gz|bz2|xz|zst)$", "", path.lower())
     if (head.startswith(b"PAR1") and b"\0" in head) or name.endswith(".parquet"):
-        return "parquet"
+        return _rows(path, content, config)
     if name.endswith((".jsonl", ".ndjson")):
-        return "lines"
-    if b"\0" in head:
-        return "binary"
-    if not re.match(rb"\s*\{", head):
-        return "array" if re.match(rb"\s*\[\s*\{", head) else "text"
-    # The first two lines tell lines of JSON from one object on several lines, and from a file about something else.
-    lines = (line for line in iter(lambda: content.readline(_LINE_BYTES), b"") if not line.isspace())
-    records = [_parse(line) for line in itertools.islice(lines, 2)]
-    are_objects, is_json = all(isinstance(record, dict) for record in records), name.endswith(".json")
-    has_text = isinstance(lookup(records[0], config.text_field), str)
-    if (has_text or len(records) == 2) if is_json and are_objects else has_text and (is_json or are_objects):
-        return "lines"
-    return "array" if is_json else "text"
+        return _lines(content)
+    start, is_json, begins = content.tell(), name.endswith(".json"), b"" if b"\0" in head else head.lstrip()
+    if begins.startswith(b"{"):
+        # The first two lines tell lines of JSON from one object on several lines, and from a file about something else.
+        first = list(itertools.islice((value for value in _lines(content) if value is not _BLANK), 2))
+        content.seek(start)
+        has_text, are_objects = isinstance(lookup(first[0], config.text_field), str), {*map(type, first)} == {dict}
+        if (has_text and (is_json or are_objects)) or (is_json and are_objects and len(first) == 2):
+            return _lines(content)
+    if re.match(rb"\[\s*\{", begins) or (is_json and begins.startswith(b"{")):
+        value = _parse(content.read(_VALUE_BYTES))
+        values = value if isinstance(value, list) else [value]
+        if isinstance(lookup(values[0], config.text_field), str):
+            return values
+        content.seek(start)
+    return None
 
 
 def _rows(path: str, content: Any, config: PrepareConfig) -> Iterator[dict[str, Any]]:
@@ -209,19 +190,22 @@ def _rows(path: str, content: Any, config: PrepareConfig) -> Iterator[dict[str, 
     from pyarrow import parquet  # large, and needed only here
 
     fields = [config.text_field, *(field for field, _ in config.conditions)]
-    most = 2**31 - 1  # the defaults refuse files with many columns and row groups
-    file = parquet.ParquetFile(
-        content, pre_buffer=False, thrift_string_size_limit=most, thrift_container_size_limit=most
-    )
+    # The default limits refuse files with many columns and row groups.
+    limits = dict.fromkeys(("thrift_string_size_limit", "thrift_container_size_limit"), 2**31 - 1)
+    file = parquet.ParquetFile(content, pre_buffer=False, **limits)
     names = dict.fromkeys(file.schema_arrow.names)  # of all columns, for messages
     for batch in file.iter_batches(_ROWS, columns=fields, use_threads=False):
         yield from (names | row for row in batch.to_pylist())
 
 
-def _parse(line: bytes) -> Any:
+def _lines(content: Any) -> Iterator[Any]:
+    return map(_parse, iter(lambda: content.readline(_VALUE_BYTES), b""))
+
+
+def _parse(text: bytes) -> Any:
     """Return a JSON value, or why it is left out."""
     try:
-        return json.loads(line)
+        return _BLANK if text.isspace() else json.loads(text)
     except (ValueError, RecursionError) as error:
         return LeftOut("not JSON", f"{error}; each line must be one value")
 

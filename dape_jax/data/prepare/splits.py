@@ -14,7 +14,7 @@ import hashlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,12 +25,12 @@ from dape_jax.data.prepare.inputs import InputFile
 from dape_jax.data.prepare.records import Content, LeftOut, cut_before, read_records
 from dape_jax.data.store import SPLITS, Split
 from dape_jax.data.tokenizers import END_TOKENS, Bytes, Tokenizer
-from dape_jax.errors import InputError
+from dape_jax.errors import require
 
 logger = logging.getLogger(__name__)
 
 _SEPARATOR = END_TOKENS[0]  # usual between the documents of a text file
-_SHOWN = 5  # details in a message
+_SHOWN = 4  # details in a message
 
 
 class Inputs(NamedTuple):
@@ -61,20 +61,18 @@ def divided(inputs: Inputs, cut: int | None = None, start: int = 0) -> Iterator[
     num_files, position = Counter(file.split for file in files), 0
     for index, file in enumerate(files[start:], start):
         for number, record in read_records(file, config, is_alone=num_files[file.split] == 1):
-            content, is_text = _checked(record, config, tokenizer), isinstance(record, bytes)
+            content = _checked(record, config, tokenizer)
             if isinstance(content, LeftOut):
-                yield Found(index, number, content, None, is_text)
+                parts: Iterable[Any] = [(content, None)]
             elif cut is None:
                 key = content if isinstance(content, bytes) else content.astype("<i8").tobytes()
-                split = file.split or split_of(key, config.validation_fraction)
-                yield Found(index, number, content, split, is_text)
+                parts = [(content, file.split or split_of(key, config.validation_fraction))]
             else:
                 at, position = min(max(0, cut - position), len(content)), position + len(content)
                 if isinstance(content, bytes) and 0 < at < len(content):
                     at = cut_before(content, at)
-                for part, split in zip((content[:at], content[at:]), SPLITS, strict=True):
-                    if len(part):
-                        yield Found(index, number, part, split, is_text)
+                parts = [part for part in zip((content[:at], content[at:]), SPLITS, strict=True) if len(part[0])]
+            yield from (Found(index, number, *part, is_text=isinstance(record, bytes)) for part in parts)
 
 
 def _checked(
@@ -138,27 +136,26 @@ def _documents(inputs: Inputs, field: str) -> Iterator[Found]:
         InputError: there are none. The message names `field`, and why the first records are left out.
     """
     config, files = inputs.config, inputs.files
-    reasons, details, first, is_empty = Counter(), dict[str, None](), "", True
+    reasons, details, num_documents = Counter[str](), dict[str, str](), 0
     for found in divided(inputs):
-        file, content = files[found.file], found.content
+        path, content = files[found.file].path, found.content
         if isinstance(content, LeftOut):
             reasons[content.reason] += 1
-            if content.detail and len(details) < _SHOWN:
-                first = first or f"; {file.path}: {found.number}: "
-                details[content.detail] = None
+            if len(details) < _SHOWN:
+                detail = content.detail or content.reason
+                details.setdefault(detail, f"{path}: {found.number}: {detail}")
             continue
-        if is_empty and found.is_text and isinstance(content, bytes):
+        num_documents += 1
+        if num_documents == 1 and found.is_text and isinstance(content, bytes):
             if (count := content.count(_SEPARATOR.encode())) > 1:
                 flag = f"--document_separator='{_SEPARATOR}' (in training, --config.data.document_separator)"
-                logger.warning("%s has %d times %s: %s divides it", file.path, count, _SEPARATOR, flag)
+                logger.warning("%s has %d times %s: %s divides it", path, count, _SEPARATOR, flag)
             if all(re.search(r"\.(json|csv|tsv)(\.(gz|bz2|xz|zst))?$", each.path.lower()) for each in files):
                 advice = "records are read from JSON lines, parquet and JSON arrays of objects (see --text_field)"
-                logger.warning("%s is read as text, without the field %r: %s", file.path, config.text_field, advice)
-        is_empty = False
+                logger.warning("%s is read as text, without the field %r: %s", path, config.text_field, advice)
         yield found
-    if is_empty:
-        paths = ",".join(getattr(config, field))
-        raise InputError(f"{field} = {paths!r}: no documents found: {described(reasons)}{first}{'; '.join(details)}")
+    paths, why = ",".join(getattr(config, field)), "; ".join([described(reasons), *details.values()])
+    require(num_documents > 0, field, paths, f"no documents found: {why}")
 
 
 def described(counts: Mapping[str, int]) -> str:
