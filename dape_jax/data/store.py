@@ -302,7 +302,7 @@ def follow_corpus(spec: dict[str, Any]) -> dict[str, Any]:
     Raises:
         InputError: the corpus or the tokenizer cannot be read.
     """
-    names = [field.name for field in dataclasses.fields(DataConfig)]
+    names = "path", "tokenizer", "validation_path", "mixture"  # mistakes in others are reported with all others
     try:
         data = DataConfig(**{name: spec["data"][name] for name in names if name in spec["data"]})
         vocab_size = spec["model"]["vocab_size"]
