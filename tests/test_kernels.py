@@ -171,7 +171,8 @@ CASES = {
     # A tile of 32 columns begins in the window of row 64, and hidden columns to its left count.
     "alibi-causal4": Case("alibi", width=4, alignment="causal", length=70, window=33, phases=2),
 }
-ONE_TILE = Case(heads=2, groups=1, channels=3, batch=3, length=128, first=88)  # two blocks of rows
+# Two blocks of rows, whose tables three sequences share.
+ONE_TILE = Case(heads=2, groups=1, channels=3, batch=3, length=128, first=88)
 MORE = {
     "t5-5": Case("t5", width=5, channels=32, length=140),
     "nope7": Case("nope", width=7, head_dim=20, heads=17, groups=17, length=33),
@@ -217,6 +218,7 @@ MORE_PLAIN = {
 # Phases are the TPU kernels'.
 FOR_CUDA = {name: case for name, case in (MORE | MORE_PLAIN).items() if case.phases < 4 or case.row_stride == 16}
 
+EXHAUSTIVE = pytest.mark.exhaustive
 HAS_COMPILER = pytest.mark.skipif(not emulator.is_available(), reason="the emulator of CUDA needs g++")
 
 
@@ -316,7 +318,7 @@ def errors_in_bfloat16(case: Case, implementation: str) -> list[float]:
     ("case", "implementation"),
     [
         *each({"dape": Case(channels=16)}, *KERNELS),
-        pytest.param(Case("alibi", plain=True), "tpu", id="plain-tpu", marks=pytest.mark.exhaustive),
+        pytest.param(Case("alibi", plain=True), "tpu", id="plain-tpu", marks=EXHAUSTIVE),
     ],
 )
 def test_bfloat16_is_as_accurate_as_dense(case, implementation):
@@ -331,17 +333,10 @@ def test_bfloat16_is_as_accurate_as_dense(case, implementation):
     [
         # Two blocks and few channels: the interpreter is slow. No row reads the last of three tiles.
         pytest.param(Case(heads=2, groups=1, channels=3, length=280, row_stride=4), 38, id="every-fourth"),
-        # Three sequences share the tables of a block.
         pytest.param(ONE_TILE, 40, id="one-tile"),
         pytest.param(Case(plain=True, heads=2, groups=1, length=136), 136, id="plain"),
-        *(
-            pytest.param(*case, id=name, marks=pytest.mark.exhaustive)
-            for name, *case in (
-                ("last", Case(heads=2, groups=1, channels=3, length=136, first=100), 36),
-                ("first", Case(heads=2, groups=1, batch=2, length=136), 20),
-                ("four-phases", Case(length=528, row_stride=16, phases=4), 33),
-            )
-        ),
+        pytest.param(Case(heads=2, groups=1, channels=3, length=136, first=100), 36, id="last", marks=EXHAUSTIVE),
+        pytest.param(Case(length=528, row_stride=16, phases=4), 33, id="four-phases", marks=EXHAUSTIVE),
     ],
 )
 def test_the_tpu_kernel_accesses_memory_correctly(case, num_rows, monkeypatch):
@@ -574,19 +569,16 @@ def test_a_tile_holds_no_more_than_all_keys(length, phases):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("implementation", "processor"),
-    [("tpu", "none"), ("gpu", "dape"), ("cuda", "dape"), pytest.param("tpu", "dape", marks=pytest.mark.exhaustive)],
+    ("implementation", "changes"),
+    [("tpu", {"processor": {"name": "none"}}), ("gpu", {}), ("cuda", {}), pytest.param("tpu", {}, marks=EXHAUSTIVE)],
 )
-def test_rematerialised_layers_in_a_scan(implementation, processor):
+def test_rematerialised_layers_in_a_scan(implementation, changes):
     """Compare the loss and all gradients of a language model with those of `dense`."""
     tokens = jax.random.randint(jax.random.key(0), (1, 20), 0, 257)
 
     def loss_and_gradients(attention):
-        spec = copy.deepcopy(tiny.SPEC["model"]) | {"remat": "full", "attention": attention}
-        if processor == "none":
-            spec["processor"] = {"name": "none"}
-        config = read_model(spec)
-        model = Transformer(config, rngs=nnx.Rngs(0))
+        spec = copy.deepcopy(tiny.SPEC["model"]) | {"remat": "full", "attention": attention} | changes
+        model = Transformer(read_model(spec), rngs=nnx.Rngs(0))
 
         @nnx.jit
         @nnx.value_and_grad
@@ -610,10 +602,7 @@ STRIPED = Case(heads=4, groups=2, batch=2, length=72)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "plain"),
-    [
-        ((1, 1, 2, 1), True),
-        *(pytest.param(sizes, False, marks=pytest.mark.exhaustive) for sizes in ((1, 1, 2, 1), (1, 2, 1, 1))),
-    ],
+    [((1, 1, 2, 1), True), *(pytest.param(x, False, marks=EXHAUSTIVE) for x in ((1, 1, 2, 1), (1, 2, 1, 1)))],
 )
 def test_striped_rows_equal_one_device(sizes, plain):
     """Divide batch and rows over devices; compare values and all gradients with the reference.
@@ -670,7 +659,7 @@ def compile_for(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["v4:2x2x1", pytest.param("v5e:2x2", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("topology", ["v4:2x2x1", pytest.param("v5e:2x2", marks=EXHAUSTIVE)])
 def test_a_layer_on_a_tpu_has_no_scores_in_memory(libtpu, topology):
     """Without the kernel, XLA needs 7.3 GiB and 54 GB of traffic; the scores of 12 heads in bfloat16 are 96 MiB.
 
