@@ -87,6 +87,7 @@ def test_wrong_results_and_failures_are_reported_and_the_others_measured(capsys,
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside PyTorch's compiler
 def test_torch_computes_the_same(tmp_path):
     pytest.importorskip("torch")

@@ -79,7 +79,7 @@ def case(bias, processor, mesh, marks=pytest.mark.slow, accumulation_steps=1, **
 @pytest.mark.parametrize(
     ("bias", "processor", "mesh", "accumulation_steps", "model"),
     [
-        case("kerple", "dape", "context", pytest.mark.extra),
+        case("kerple", "dape", "context"),
         case("kerple", "dape", "tensor", pytest.mark.extra),
         case("nope", "none", "fsdp"),
         case("fire", "dape", "mix"),
