@@ -89,10 +89,10 @@ def _claim(group: Group, text: str, claim: Claim, item: Judgement) -> Content:
     content |= {"holding": item.num_pairs("holds"), "contradicted": item.num_pairs("contradicted"), "unit": unit}
     content |= {"deciding": describe_in(less)} | numbers(item.deciding)
     content["pairs"] = [
-        {"pair": describe_in(pair.weakest.less, with_length=False), "verdict": pair.verdict}
-        | {"weakest": describe_in(pair.weakest.less)}
-        | numbers(pair.weakest)
-        for pair in item.pairs
+        {"pair": describe_in(weakest.less, with_length=False), "verdict": verdict}
+        | {"weakest": describe_in(weakest.less)}
+        | numbers(weakest)
+        for weakest, verdict in item.pairs
     ]
     papers = {paper.data: difference(less, lookup_in(paper), metric) for paper in paper_groups(group.experiment)}
     content["paper"] = {text: str(each) for text, each in papers.items() if each is not None}

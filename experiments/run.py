@@ -180,11 +180,6 @@ class PlannedRun:
         """Return the digest of all that determines the results; see `runs.identity`."""
         return identity(self.config, self.data_digest, self.metric, self.run.lengths, seeds=seeds)
 
-    @property
-    def workdir_name(self) -> str:
-        """Digest of everything that determines the run's model."""
-        return identity(self.config, self.data_digest, "", ())[:16]
-
     def content(self, results: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Return the run's line: what was run, the results, and their provenance."""
         run, (method, paper_size, task, paper_length) = self.run, self.run.model
@@ -276,7 +271,7 @@ def train_and_evaluate(item: PlannedRun, workdirs: Path) -> dict[str, Any]:
     training time, without compilation, validation and checkpoints.
     """
     lengths, config, found = item.run.lengths, item.config, dict[str, Any]()
-    workdir = workdirs / item.workdir_name
+    workdir = workdirs / identity(config, item.data_digest, "", ())[:16]  # of all that determines the model
     train(resolved(config), workdir)
     if isinstance(config, TaskRunConfig):
         stem, options = "accuracy", Options(lengths=lengths, num_sequences=config.evaluation.num_sequences)

@@ -92,27 +92,20 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
-    """Verdict on two models at all lengths, and their comparison with the largest p-value."""
-
-    weakest: Difference
-    verdict: Verdict
-
-
-@dataclasses.dataclass(frozen=True)
 class Judgement:
-    """Verdict on a claim and on its pairs.
+    """Verdict on a claim and on its pairs, each of two models at all lengths.
 
-    `deciding` is the comparison with the largest p-value among the required pairs; None if the claim is not tested.
+    The weakest comparison of a pair has the largest p-value. `deciding` is that of the required pairs, or None if the
+    claim is not tested.
     """
 
     verdict: Verdict
-    pairs: tuple[Pair, ...]
+    pairs: tuple[tuple[Difference, Verdict], ...]  # the weakest comparison of each, and its verdict
     deciding: Difference | None
 
     def num_pairs(self, verdict: Verdict) -> int:
         """Return the number of pairs with a verdict."""
-        return sum(pair.verdict == verdict for pair in self.pairs)
+        return sum(found == verdict for _, found in self.pairs)
 
 
 def judge(claim: Claim, lookup: Lookup, metric: str) -> Judgement:
@@ -135,8 +128,8 @@ def judge(claim: Claim, lookup: Lookup, metric: str) -> Judgement:
     needed = len(pairs) if claim.at_least is None else claim.at_least
     verdict = _verdict(sum(holds) >= needed, sum(contradicted) > len(pairs) - needed)
     weakest = [max(pair, key=_weakness) for pair in pairs]
-    of_pairs = tuple(Pair(each, _verdict(*found)) for each, *found in zip(weakest, holds, contradicted, strict=True))
-    return Judgement(verdict, of_pairs, sorted(weakest, key=_weakness)[needed - 1])
+    of_pairs: list[Verdict] = [_verdict(*found) for found in zip(holds, contradicted, strict=True)]
+    return Judgement(verdict, tuple(zip(weakest, of_pairs, strict=True)), sorted(weakest, key=_weakness)[needed - 1])
 
 
 def _weakness(found: Difference) -> tuple[float, float]:

@@ -24,7 +24,7 @@ def lookup_of(values: dict):
 
 
 def verdicts_of(judgement: verdicts.Judgement) -> list[str]:
-    return [pair.verdict for pair in judgement.pairs]
+    return [verdict for _, verdict in judgement.pairs]
 
 
 def noisy(rng: np.random.Generator, mean: float, of_seeds: float, of_documents: float, seeds: int = 3, units: int = 40):
@@ -161,7 +161,7 @@ def test_all_lengths_of_two_models_are_one_pair():
     values[cells["a", 32, 64]] = {0: 0.5, 1: 1.5, 2: 1.0}  # one length of one pair is noisy
     judgement = judge(better, lookup_of(values), "perplexity")
     assert (judgement.verdict, *verdicts_of(judgement)) == ("undecided", "holds", "undecided")
-    names = [describe(pair.weakest.less, "perplexity", with_length=False) for pair in judgement.pairs]
+    names = [describe(weakest.less, "perplexity", with_length=False) for weakest, _ in judgement.pairs]
     assert names == ["a T16 against b T16", "a T32 against b T32"]
     itself = Less(cells["a", 16, 64], cells["a", 16, 32])
     assert describe(itself, "perplexity", with_length=False) == "a T16"
