@@ -1,6 +1,5 @@
 """FLOPs by formula equal XLA's count; plans are those of the compiler for TPUs, and of results/planning to 1 %."""
 
-import copy
 import dataclasses
 import json
 import shlex
@@ -217,7 +216,7 @@ def test_candidate_meshes_divide(batch_size, length, topology, axes):
 def test_a_plan_follows_from_the_compiled_program():
     mesh, hardware = read_mesh("--mesh", "fsdp=4,tensor=2"), read_topology("v5e:2x4")
     run = dataclasses.replace(make_run(model__width=64, model__vocab_size=256), mesh=mesh)
-    plan = planning.measured(planning.Plan(run, hardware), copy.deepcopy(COMPILED))
+    plan = planning.measured(planning.Plan(run, hardware), COMPILED)
     figures = plan.figures()
     _, params = model_structure(run.model)
     on_chip = plan.held_bytes["parameters"]
@@ -292,7 +291,7 @@ def test_a_run_is_planned_for_the_devices_of_this_process(tmp_path, capsys):
 def test_remat_increases_until_it_fits_and_the_report_has_every_try(monkeypatch, tmp_path):
     def compiled(_, plan, libtpu):
         does_fit = plan.run.model.remat != "none"
-        return copy.deepcopy(COMPILED) if does_fit else {"fits": False, "reason": "too large"}
+        return COMPILED if does_fit else {"fits": False, "reason": "too large"}
 
     monkeypatch.setenv("TPU_LIBRARY_PATH", __file__)
     monkeypatch.setattr(planning, "in_process", compiled)

@@ -249,9 +249,9 @@ def estimate(plan: Plan) -> dict[str, Any]:
 def measured(plan: Plan, outcome: dict[str, Any]) -> Plan:
     """Return a plan with its memory: fields whose `held_bytes` has "arguments" in place of state and batch."""
     if outcome["fits"]:
-        state, held, available = plan.state_bytes, outcome["held_bytes"], plan.hardware.memory_bytes
+        state, held, available = plan.state_bytes, dict(outcome["held_bytes"]), plan.hardware.memory_bytes
         rest = held.pop("arguments") - sum(state.values())
-        outcome["held_bytes"] = state | {"batch and padding": rest} | held
+        outcome = outcome | {"held_bytes": state | {"batch and padding": rest} | held}
         if outcome["peak_bytes"] > available:
             reason = f"needs {outcome['peak_bytes'] / GIB:.1f} GiB of {available / GIB:.1f} GiB"
             outcome |= {"fits": False, "reason": reason}
