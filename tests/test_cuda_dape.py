@@ -216,8 +216,8 @@ import sys, torch
 import dape_jax.pretrained.cuda_dape as c
 from dape_jax.pretrained.modeling_dape import Dape
 c.capability = lambda device: "9.0"
-q = torch.zeros(1, 32, 12, 64, dtype=torch.float16)
-for t in c.tilings_of(q, q, Dape(12, True)):
+q = torch.zeros(1, 32, 4, 16, dtype=torch.float16)
+for t in c.tilings_of(q, q, Dape(4, True, channels=16)):
     code = c.cached_code(c.SOURCES, t.kernel, "sm_90", t.defines() | {"SHARED_BYTES": t.shared_bytes})
     print(code[:4] == b"\x7fELF" and f"dape_{t.kernel}".encode() in code)
 """
