@@ -691,7 +691,7 @@ def test_layers_without_types_are_those_of_transformers(name):
 )
 def test_fields_that_a_config_lacks_have_the_values_of_transformers(kind):
     """Check, for example, Mistral's window and number of key/value heads. Null and disabled options are accepted."""
-    sizes = {"vocab_size": 260, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 32}
+    sizes = {"vocab_size": 260, "hidden_size": 512, "num_hidden_layers": 3, "num_attention_heads": 32}
     sizes |= {"intermediate_size": 24}
     try:
         whole = transformers.AutoConfig.for_model(kind, **sizes).to_dict()

@@ -10,7 +10,9 @@ field that the function does not read must be `HARMLESS`; all other fields, whic
 import dataclasses
 import functools
 import math
+import operator
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -63,12 +65,22 @@ NOT_EXPORTED = ("initializer", "attention", "remat", "dtype", "dropout", "num_ou
 class Fields:
     """Fields of a `config.json`, each of which must be read or be `HARMLESS`.
 
-    Fields are asked for by the names of Llama's config; `names` has the names of a family that has others.
+    Fields are asked for by the names of Llama's config; see `rename` for a family that has others.
     """
 
     def __init__(self, config: dict[str, Any], where: str = CONFIG_FILE):
-        self.config, self.where, self.read = config, where, set[str]()
-        self.names: dict[str, str] = {}
+        self.config, self.where, self.read = dict(config), where, set[str]()
+        self.names: dict[str, str] = {}  # in the config, of the fields that it names otherwise
+
+    def rename(self, **names: str) -> None:
+        """Read fields under other names. A field that the config has under both must have the same value twice."""
+        for theirs, name in names.items():
+            if (value := self.config.get(theirs)) is not None:
+                if self.config.get(name) is None:
+                    self.config[name], self.names[name] = value, theirs
+                allowed = f"must be {self.names.get(name, name)} = {self.config[name]}, or missing"
+                self.check(value == self.config[name], theirs, allowed)
+                self.read.add(theirs)
 
     def check(self, condition: bool, name: str, allowed: str) -> None:
         """Raise `InputError` for a field unless the condition holds. Long values are shortened in the message."""
@@ -89,23 +101,17 @@ class Fields:
 
     def optional(self, name: str, kind: type, missing: Any = None) -> Any:
         """Return a field, None if it is null, or `missing` if the config does not have it."""
-        name = self.names.get(name, name)
         self.read.add(name)
         value = self.config[name] if name in self.config else missing
         is_right = value is None or type(value) is kind or (kind is float and type(value) is int)
         self.check(is_right, name, f"must be of type {kind.__name__}")
         return float(value) if kind is float and value is not None else value
 
-    def same(self, name: str, other: str, value: Any) -> None:
-        """Raise `InputError` if a field is given and differs from the value of another one, which it only repeats."""
-        self.check(self.optional(name, type(value)) in (None, value), name, f"must be {other} = {value}, or missing")
-
     def refuse_others(self) -> None:
         """Raise `InputError` for the first unread field that could change the logits.
 
         An option at its default changes nothing: null, false or empty, if `DEFAULTS` has no other value for it.
         """
-        self.names = {}  # from here on, names are those of the config
         for name, value in self.config.items():
             is_default = value == DEFAULTS[name] if name in DEFAULTS else value is False or value in ("", [], {})
             is_harmless = value is None or is_default or name in self.read or HARMLESS.fullmatch(name) is not None
@@ -132,56 +138,15 @@ class Tensor:
         """Return the name of a layer's tensor."""
         return None if self.name is None else self.name.format(layer=layer)
 
-
-class Tensors(dict[str, Tensor]):
-    """Tensors by the path of our parameter. The letters at the end of a path name its dims.
-
-    Args:
-        sizes: size of each letter.
-    """
-
-    def __init__(self, **sizes: int):
-        super().__init__()
-        self.sizes = sizes
-
-    def _dims(self, letters: str) -> tuple[int, ...]:
-        return tuple(self.sizes[letter] for letter in letters)
-
-    def linear(
+    def changed(
         self,
-        ours: str,
-        theirs: str,
         *,
-        bias: bool = False,
-        inputs: int = 1,
-        rows: slice | np.ndarray = slice(None),
-        total: int | None = None,
-    ) -> None:
-        """Add the weight [outputs, inputs] of a linear map, which we transpose and split into heads, and its bias.
-
-        Args:
-            ours: path of our weight.
-            theirs: name in the checkpoint.
-            bias: whether there is a bias.
-            inputs: number of letters that are inputs, from the first.
-            rows: rows of ours, in a map that contains several.
-            total: number of rows of such a map.
-        """
-        name, letters = ours.rsplit("_", 1)
-        outputs = self._dims(letters[inputs:])
-        shape = (total or math.prod(outputs), math.prod(self._dims(letters[:inputs])))
-        self[ours] = Tensor(f"{theirs}.weight", shape, lambda x: x[rows].T.reshape(self._dims(letters)))
-        if bias:
-            bias_name = f"{name}_bias_{letters[inputs:]}"
-            self[bias_name] = Tensor(f"{theirs}.bias", shape[:1], lambda x: x[rows].reshape(outputs))
-
-    def norm(self, ours: str, theirs: str | None, *, bias: bool = False, size: str = "D", offset: float = 0.0) -> None:
-        """Add the scale of a norm, to which `offset` is added, and its bias; constants if `theirs` is None."""
-        weight, shift = (None, None) if theirs is None else (f"{theirs}.weight", f"{theirs}.bias")
-        shape = (math.prod(self._dims(size)),)
-        self[f"{ours}/scale"] = Tensor(weight, shape, lambda x: np.asarray(x, np.float32) + offset if offset else x)
-        if bias:
-            self[f"{ours}/bias"] = Tensor(shift, self._dims(size))
+        before: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+        after: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+        **fields: Any,
+    ) -> "Tensor":
+        """Return the tensor with functions that are applied before and after `convert`, and with other fields."""
+        return dataclasses.replace(self, convert=lambda x: after(self.convert(before(x))), **fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +161,7 @@ class Family:
 
     model: dict[str, Any]
     max_length: int
-    tensors: Tensors
+    tensors: dict[str, Tensor]
 
 
 def family_of(config: dict[str, Any]) -> Family:
@@ -295,54 +260,37 @@ def _rotary(fields: Fields, max_length: int, base: float = 10_000.0, fraction: f
 
 def _gpt_neox(fields: Fields) -> Family:
     """Map GPT-NeoX and Pythia: queries, keys and values of each head are one block of a fused projection."""
-    fields.names = {"rms_norm_eps": "layer_norm_eps"}
-    # Old names of rope_theta and partial_rotary_factor.
-    old_base, old_fraction = fields.take("rotary_emb_base", float, 10_000.0), fields.take("rotary_pct", float, 0.25)
-    base = fields.take("rope_theta", float, old_base)
-    fraction = fields.take("partial_rotary_factor", float, old_fraction)
-    fields.same("rotary_emb_base", "rope_theta", base)
-    fields.same("rotary_pct", "partial_rotary_factor", fraction)
-    defaults = {"rope_theta": base, "partial_rotary_factor": fraction, "hidden_act": "gelu", "rms_norm_eps": 1e-5}
+    fields.rename(layer_norm_eps="rms_norm_eps", num_key_value_heads="num_attention_heads")
+    fields.rename(rotary_emb_base="rope_theta", rotary_pct="partial_rotary_factor")  # old names
+    defaults = {"partial_rotary_factor": 0.25, "hidden_act": "gelu", "rms_norm_eps": 1e-5}
     defaults |= {"attention_bias": True, "use_parallel_residual": True, "max_position_embeddings": 2048}
-    layer = "gpt_neox.layers.{layer}."
-    names = {"layer": layer, "embedding": "gpt_neox.embed_in", "unembedding": "embed_out"}
-    names |= {"output": "attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
-    names |= {"norm": "gpt_neox.final_layer_norm"}
+    names = {"layer": "gpt_neox.layers.{layer}.", "embedding": "gpt_neox.embed_in", "unembedding": "embed_out"}
+    names |= dict.fromkeys(QKV, "attention.query_key_value") | {"attention/output": "attention.dense"}
+    names |= {"mlp/up": "mlp.dense_h_to_4h", "mlp/down": "mlp.dense_4h_to_h", "norm": "gpt_neox.final_layer_norm"}
     family = _decoder(fields, defaults, names=names, preset=GPT_NEOX)
-    H, K, has_bias = (family.model[name] for name in ("num_heads", "head_dim", "projection_bias"))
-    fields.same("num_key_value_heads", "num_attention_heads", H)
-    rows_3HK = np.arange(3 * H * K).reshape(H, 3, K).swapaxes(0, 1)
-    for name, rows_HK in zip(QKV, rows_3HK, strict=True):
-        ours, fused = f"layers/attention/{name}", f"{layer}attention.query_key_value"
-        family.tensors.linear(ours, fused, bias=has_bias, rows=rows_HK.flatten(), total=rows_3HK.size)
-    return family
+    H, K = (family.model[name] for name in ("num_heads", "head_dim"))
+    rows_3HK = np.arange(3 * H * K).reshape(H, 3, K).swapaxes(0, 1).flatten()
+    return _changed(family, "attention/(query|key|value)_", before=lambda x: x[rows_3HK])
 
 
 def _gpt2(fields: Fields) -> Family:
     """Map GPT-2: learned positions, fused queries, keys and values, and weights [inputs, outputs]."""
-    fields.names = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}
-    fields.names |= {"intermediate_size": "n_inner", "max_position_embeddings": "n_positions"}
-    fields.names |= {"hidden_act": "activation_function", "rms_norm_eps": "layer_norm_epsilon"}
+    fields.rename(n_layer="num_hidden_layers", n_embd="hidden_size", n_head="num_attention_heads")
+    fields.rename(n_inner="intermediate_size", n_positions="max_position_embeddings", n_ctx="max_position_embeddings")
+    fields.rename(activation_function="hidden_act", layer_norm_epsilon="rms_norm_eps")
+    fields.rename(num_key_value_heads="num_attention_heads")
     max_length, D = fields.take("max_position_embeddings", int, 1024), fields.take("hidden_size", int)
-    fields.same("n_ctx", "n_positions", max_length)
     fields.read.add("reorder_and_upcast_attn")  # only of computation in 16 bits
     defaults = {"intermediate_size": 4 * D, "max_position_embeddings": max_length, "hidden_act": "gelu_new"}
     defaults |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}
     options = {"learned_positions": max_length, "rotary": {"name": "none"}}
-    layer = "transformer.h.{layer}."
-    names = {"layer": layer, "embedding": "transformer.wte", "norm": "transformer.ln_f", "output": "attn.c_proj"}
-    names |= {"up": "mlp.c_fc", "down": "mlp.c_proj", "attention_norm": "ln_1", "mlp_norm": "ln_2"}
+    names = {"layer": "transformer.h.{layer}.", "embedding": "transformer.wte", "positions": "transformer.wpe"}
+    names |= dict.fromkeys(QKV, "attn.c_attn") | {"attention/output": "attn.c_proj", "norm": "transformer.ln_f"}
+    names |= {"mlp/up": "mlp.c_fc", "mlp/down": "mlp.c_proj", "attention_norm": "ln_1", "mlp_norm": "ln_2"}
     family = _decoder(fields, defaults, options, names, preset=GPT_NEOX)
-    H, K = (family.model[name] for name in ("num_heads", "head_dim"))
-    fields.same("num_key_value_heads", "num_attention_heads", H)
-    for index, name in enumerate(QKV):
-        ours, rows = f"layers/attention/{name}", slice(index * H * K, (index + 1) * H * K)
-        family.tensors.linear(ours, f"{layer}attn.c_attn", bias=True, rows=rows, total=3 * H * K)
     for path, tensor in family.tensors.items():
-        if path.startswith("layers/") and len(tensor.shape) == 2:
-            convert = functools.partial(lambda convert, x: convert(x.T), tensor.convert)
-            family.tensors[path] = dataclasses.replace(tensor, shape=tensor.shape[::-1], convert=convert)
-    family.tensors["positions_PD"] = Tensor("transformer.wpe.weight", (max_length, D))
+        if path.startswith("layers/"):
+            family.tensors[path] = tensor.changed(before=np.transpose, shape=tensor.shape[::-1])
     return family
 
 
@@ -389,17 +337,18 @@ def _gemma(fields: Fields) -> Family:
         kind = fields.take(name, str, "gelu_pytorch_tanh")
         fields.check(kind in ("gelu", "gelu_pytorch_tanh"), name, allowed)
     defaults = GEMMA | {"num_key_value_heads": 16, "max_position_embeddings": 8192}
-    return _decoder(fields, defaults, {"scale_embedding": True, "activation": "gelu_tanh"}, norm_offset=1.0)
+    family = _decoder(fields, defaults, {"scale_embedding": True, "activation": "gelu_tanh"})
+    return _changed(family, "norm/scale", after=_plus_1)
 
 
 def _gemma2(fields: Fields) -> Family:
     """Map Gemma 2: norms before and after each branch, caps of scores and logits, a window in every other layer."""
+    fields.rename(sliding_window_size="sliding_window")
     window = fields.optional("sliding_window", int, 4096)
-    fields.same("sliding_window_size", "sliding_window", window)
     options = _windows(fields, window, lambda layer: layer % 2 == 0)
     options |= {"score_cap": fields.optional("attn_logit_softcapping", float, 50.0)}
     options |= {"logit_cap": fields.optional("final_logit_softcapping", float, 30.0)}
-    return _gemma_2_or_3(fields, {"max_position_embeddings": 8192}, options, "query_DHK", "query_bias_HK")
+    return _gemma_2_or_3(fields, {"max_position_embeddings": 8192}, options, "attention/query_")
 
 
 def _gemma3(fields: Fields) -> Family:
@@ -411,33 +360,20 @@ def _gemma3(fields: Fields) -> Family:
     local_base = fields.take("rope_local_base_freq", float, 10_000.0)
     options |= _rotary_of_types(fields, options, 131_072, 1_000_000.0, local_base)
     options |= {"qk_norm": "head", "logit_cap": fields.optional("final_logit_softcapping", float)}
-    return _gemma_2_or_3(fields, defaults, options, "query_norm/scale")
+    return _gemma_2_or_3(fields, defaults, options, "attention/query_norm")
 
 
-def _gemma_2_or_3(fields: Fields, defaults: dict[str, Any], options: dict[str, Any], *queries: str) -> Family:
-    """Map what Gemma 2 and 3 share. `queries` are the parameters that are multiplied by the factor of the scores."""
+def _gemma_2_or_3(fields: Fields, defaults: dict[str, Any], options: dict[str, Any], queries: str) -> Family:
+    """Map what Gemma 2 and 3 share. The parameters `queries` are multiplied by the factor of the scores."""
     activation = _activation(fields, "gelu_pytorch_tanh", "hidden_activation")
     options |= {"activation": activation, "scale_embedding": True, "branch_norm": True}
     names = {"attention_branch_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
     names |= {"mlp_branch_norm": "post_feedforward_layernorm"}
-    family = _decoder(fields, GEMMA | {"num_key_value_heads": 4} | defaults, options, names, norm_offset=1.0)
+    family = _decoder(fields, GEMMA | {"num_key_value_heads": 4} | defaults, options, names)
     scalar = fields.take("query_pre_attn_scalar", float, 256.0)
     fields.check(scalar > 0, "query_pre_attn_scalar", "must be positive")
     factor = math.sqrt(family.model["head_dim"] / scalar)
-    return _multiplied(family, {f"layers/attention/{name}": factor for name in queries})
-
-
-def _multiplied(family: Family, factors: dict[str, float]) -> Family:
-    """Multiply parameters by constants by which the source multiplies their results."""
-
-    def multiplied(convert: Callable[[np.ndarray], np.ndarray], factor: float, x: np.ndarray) -> np.ndarray:
-        return np.float32(factor) * np.asarray(convert(x), np.float32)
-
-    for path in factors.keys() & family.tensors.keys():
-        tensor = family.tensors[path]
-        convert = functools.partial(multiplied, tensor.convert, factors[path])
-        family.tensors[path] = dataclasses.replace(tensor, convert=convert)
-    return family
+    return _changed(_changed(family, "norm/scale", after=_plus_1), queries, after=_times(factor))
 
 
 def _granite(fields: Fields) -> Family:
@@ -448,21 +384,19 @@ def _granite(fields: Fields) -> Family:
     for name, value in zip(names, (embedding, attention, residual, logits), strict=True):
         fields.check(value > 0, name, "must be positive")
     is_tied = family.model["tied_embeddings"]  # then the unembedding is multiplied like the embedding
-    factors = {"norm/scale": 1 / (embedding * logits)} if is_tied else {"unembedding_DV": 1 / logits}
-    factors |= {"embedding_VD": embedding}
-    of_scores = attention * math.sqrt(family.model["head_dim"])
-    factors |= {f"layers/attention/{name}": of_scores for name in ("query_DHK", "query_bias_HK")}
-    factors |= {f"layers/attention/{name}": residual for name in ("output_HKD", "output_bias_D")}
-    factors |= {f"layers/mlp/{name}": residual for name in ("down_FD", "down_bias_D")}
-    return _multiplied(family, factors)
+    factors = {"^norm/": 1 / (embedding * logits)} if is_tied else {"^unembedding": 1 / logits}
+    factors |= {"^embedding": embedding, "/query_": attention * math.sqrt(family.model["head_dim"])}
+    for parameters, factor in (factors | {"attention/output_|mlp/down_": residual}).items():
+        _changed(family, parameters, after=_times(factor))
+    return family
 
 
 def _phi(fields: Fields) -> Family:
     """Map Phi-1 and Phi-2: attention and MLP have the same input, for which we have two norms with the same values."""
-    fields.names = {"rms_norm_eps": "layer_norm_eps"}
+    fields.rename(layer_norm_eps="rms_norm_eps")
     defaults = {"hidden_act": "gelu_new", "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}
-    names = {"output": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2", "mlp_norm": "input_layernorm"}
-    names |= {"norm": "model.final_layernorm"}
+    names = {"attention/output": "self_attn.dense", "mlp/up": "mlp.fc1", "mlp/down": "mlp.fc2"}
+    names |= {"mlp_norm": "input_layernorm", "norm": "model.final_layernorm"}
     options = {"parallel_residual": True, "output_bias": True}
     return _decoder(fields, defaults | {"max_position_embeddings": 2048}, options, names, preset=GPT_NEOX)
 
@@ -471,24 +405,15 @@ def _phi3(fields: Fields) -> Family:
     """Map Phi-3 and Phi-4: fused projections."""
     fields.read.add("original_max_position_embeddings")  # of longrope
     defaults = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "max_position_embeddings": 4096}
-    family = _decoder(fields, defaults, {"window": fields.optional("sliding_window", int)})
-    H, G, K, F = (family.model[name] for name in ("num_heads", "num_kv_heads", "head_dim", "mlp_width"))
-    tensors, layer, first = family.tensors, NAMES["layer"], [0, H * K, (H + G) * K, (H + 2 * G) * K]
-    for index, name in enumerate(QKV):
-        rows, fused = slice(first[index], first[index + 1]), f"{layer}self_attn.qkv_proj"
-        tensors.linear(f"layers/attention/{name}", fused, rows=rows, total=first[-1])
-    for index, name in enumerate(("gate_DF", "up_DF")):
-        rows = slice(index * F, (index + 1) * F)
-        tensors.linear(f"layers/mlp/{name}", f"{layer}mlp.gate_up_proj", rows=rows, total=2 * F)
-    return family
+    names: dict[str, str] = dict.fromkeys(QKV, "self_attn.qkv_proj")
+    names |= dict.fromkeys(("mlp/gate", "mlp/up"), "mlp.gate_up_proj")
+    return _decoder(fields, defaults, {"window": fields.optional("sliding_window", int)}, names)
 
 
 def _stablelm(fields: Fields) -> Family:
     """Map StableLM: LayerNorm, a part of the dims rotated."""
-    fields.names = {"rms_norm_eps": "layer_norm_eps"}
-    fields.same("rope_pct", "partial_rotary_factor", fields.take("partial_rotary_factor", float, 0.25))
-    fields.same("norm_eps", "layer_norm_eps", fields.take("layer_norm_eps", float, 1e-5))
-    fields.same("num_heads", "num_attention_heads", fields.take("num_attention_heads", int))
+    fields.rename(layer_norm_eps="rms_norm_eps", norm_eps="rms_norm_eps")
+    fields.rename(rope_pct="partial_rotary_factor", num_heads="num_attention_heads")
     defaults = {"use_qkv_bias": False, "use_parallel_residual": False, "rms_norm_eps": 1e-5}
     defaults |= {"num_key_value_heads": 32, "partial_rotary_factor": 0.25, "max_position_embeddings": 4096}
     is_parallel = fields.take("use_parallel_residual", bool, False)
@@ -498,13 +423,13 @@ def _stablelm(fields: Fields) -> Family:
 
 def _starcoder2(fields: Fields) -> Family:
     """Map StarCoder2: LayerNorm, an MLP without a gate, biases."""
-    fields.names = {"rms_norm_eps": "norm_epsilon"}
+    fields.rename(norm_epsilon="rms_norm_eps")
     for name, value in (("mlp_type", "default"), ("norm_type", "layer_norm")):
         fields.check(fields.take(name, str, value) == value, name, f"must be {value}")
     fields.read |= {"activation_function", "layer_norm_epsilon"}  # of StarCoder 1; published configs still have them
     defaults = {"use_bias": True, "hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
     defaults |= {"num_key_value_heads": 2, "max_position_embeddings": 4096}
-    names = {"up": "mlp.c_fc", "down": "mlp.c_proj"}
+    names = {"mlp/up": "mlp.c_fc", "mlp/down": "mlp.c_proj"}
     return _decoder(fields, defaults, {"window": fields.optional("sliding_window", int)}, names, preset=GPT_NEOX)
 
 
@@ -512,10 +437,8 @@ def _olmo(fields: Fields) -> Family:
     """Map OLMo 1: LayerNorms without parameters, for which we have ones and zeros."""
     options = {"norm": "layer_norm", "norm_epsilon": 1e-5}
     defaults = {"attention_bias": False, "rms_norm_eps": None, "max_position_embeddings": 2048}
-    family = _decoder(fields, defaults, options)
-    for name in ("layers/attention_norm", "layers/mlp_norm", "norm"):
-        family.tensors.norm(name, None, bias=True, offset=1.0)
-    return family
+    family = _changed(_decoder(fields, defaults, options), "norm/", name=None)
+    return _changed(family, "norm/scale", after=_plus_1)
 
 
 def _smollm3(fields: Fields) -> Family:
@@ -609,10 +532,13 @@ OPTIONS |= {"use_bias": ("projection_bias", "attention_output_bias", "mlp_bias")
 OPTIONS |= {"use_parallel_residual": ("parallel_residual",), "tie_word_embeddings": ("tied_embeddings",)}
 OPTIONS |= {"rms_norm_eps": ("norm_epsilon",)}
 DEFAULTS_OF_LLAMA = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
-QKV = ("query_DHK", "key_DGK", "value_DGK")
-NAMES = {"layer": "model.layers.{layer}.", "embedding": "model.embed_tokens", "unembedding": "lm_head"}
-NAMES |= {"output": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
-NAMES |= {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "norm": "model.norm"}
+QKV = ("attention/query", "attention/key", "attention/value")
+# Names of the tensors of our modules, the first part those of a layer.
+NAMES = {"layer": "model.layers.{layer}.", "embedding": "model.embed_tokens", "attention/query": "self_attn.q_proj"}
+NAMES |= {"attention/key": "self_attn.k_proj", "attention/value": "self_attn.v_proj", "mlp/gate": "mlp.gate_proj"}
+NAMES |= {"attention/query_norm": "self_attn.q_norm", "attention/key_norm": "self_attn.k_norm", "mlp/up": "mlp.up_proj"}
+NAMES |= {"attention/output": "self_attn.o_proj", "mlp/down": "mlp.down_proj", "attention_norm": "input_layernorm"}
+NAMES |= {"mlp_norm": "post_attention_layernorm", "norm": "model.norm", "unembedding": "lm_head", "output": "lm_head"}
 
 
 def _decoder(
@@ -622,7 +548,6 @@ def _decoder(
     names: dict[str, str] | None = None,
     *,
     preset: dict[str, Any] = LLAMA,
-    norm_offset: float = 0.0,
 ) -> Family:
     """Map a decoder whose tensors are named like Llama's, or by `names`.
 
@@ -633,13 +558,12 @@ def _decoder(
         options: fields of our `model` section that the family determines, whatever the config has.
         names: names of tensors that differ from `NAMES`.
         preset: other fields of our `model` section.
-        norm_offset: number that is added to the scale of norms.
     """
-    defaults, names = DEFAULTS_OF_LLAMA | defaults, NAMES | (names or {})
+    defaults = DEFAULTS_OF_LLAMA | defaults
     sizes = {ours: fields.take(theirs, int, defaults.get(theirs)) for ours, theirs in SIZES.items()}
     for ours, size in sizes.items():
         fields.check(size > 0, SIZES[ours], "must be positive")
-    D, H, F, V = (sizes[name] for name in ("width", "num_heads", "mlp_width", "vocab_size"))
+    D, H = sizes["width"], sizes["num_heads"]
     G = fields.optional("num_key_value_heads", int, defaults.get("num_key_value_heads"))
     K = fields.optional("head_dim", int, defaults.get("head_dim"))
     G = H if G is None else G
@@ -648,7 +572,8 @@ def _decoder(
         K = D // H
     fields.check(G > 0 and H % G == 0, "num_key_value_heads", f"must divide num_attention_heads = {H}")
     max_length = fields.take("max_position_embeddings", int, defaults["max_position_embeddings"])
-    model = preset | sizes | {"num_outputs": V, "num_kv_heads": G, "head_dim": K, "window": None}
+    model = preset | sizes | {"num_outputs": sizes["vocab_size"], "num_kv_heads": G, "head_dim": K, "window": None}
+    model |= {"bias": {"name": "nope"}, "processor": {"name": "none"}}
     model["activation"] = _activation(fields, defaults["hidden_act"])
     for theirs in OPTIONS.keys() & defaults.keys():
         if (default := defaults[theirs]) is not None:
@@ -658,30 +583,56 @@ def _decoder(
         fraction = defaults.get("partial_rotary_factor")
         share = fraction if fraction is None else fields.take("partial_rotary_factor", float, fraction)
         model["rotary"] = _rotary(fields, max_length, defaults["rope_theta"], share)
-    is_centered = model["norm"] == "layer_norm"
-    tensors, layer = Tensors(D=D, H=H, G=G, K=K, F=F, V=V), names["layer"]
-    tensors["embedding_VD"] = Tensor(f"{names['embedding']}.weight", (V, D))
-    for ours, theirs in zip(QKV, ("q_proj", "k_proj", "v_proj"), strict=True):
-        tensors.linear(f"layers/attention/{ours}", f"{layer}self_attn.{theirs}", bias=model["projection_bias"])
-    has_bias = model["attention_output_bias"]
-    tensors.linear("layers/attention/output_HKD", f"{layer}{names['output']}", bias=has_bias, inputs=2)
-    if model["qk_norm"] != "none":
-        for name, heads in (("query", "H"), ("key", "G")):
-            size = "K" if model["qk_norm"] == "head" else f"{heads}K"
-            theirs = f"{layer}self_attn.{name[0]}_norm"
-            tensors.norm(f"layers/attention/{name}_norm", theirs, size=size, offset=norm_offset)
-    maps = {"gate_DF": "gate", "up_DF": "up", "down_FD": "down"}
-    for ours in [*maps][0 if model["gated_mlp"] else 1 :]:
-        tensors.linear(f"layers/mlp/{ours}", f"{layer}{names[maps[ours]]}", bias=model["mlp_bias"])
-    for name in ("attention_norm", "mlp_norm", "attention_branch_norm", "mlp_branch_norm"):
-        if name in names:
-            tensors.norm(f"layers/{name}", f"{layer}{names[name]}", bias=is_centered, offset=norm_offset)
-    tensors.norm("norm", names["norm"], bias=is_centered, offset=norm_offset)
-    if not model["tied_embeddings"]:
-        tensors.linear("unembedding_DV", names["unembedding"])
-    if model["output_bias"]:
-        tensors["output_bias_V"] = Tensor("lm_head.bias", (V,))
-    return Family(model, max_length, tensors)
+    return Family(model, max_length, _tensors(model, NAMES | (names or {})))
+
+
+def _tensors(model: dict[str, Any], names: dict[str, str]) -> dict[str, Tensor]:
+    """Return the tensors of all parameters of a model by the names of its modules: "query_bias_HK" is one of "query".
+
+    A linear map is stored as [outputs, inputs]; we transpose it and split it into heads. Maps of one name are rows of
+    one map, in the order of `names`.
+    """
+
+    def module_of(path: tuple[str, ...]) -> str:
+        *modules, last = path[1:] if path[0] == "layers" else path
+        return "/".join(modules if last in ("scale", "bias") else (*modules, last.partition("_")[0]))
+
+    params, order = flat_params(model_structure(read_model(model))[1]), list(names)
+    tensors, together = {}, defaultdict[str, list[str]](list)
+    for path in sorted(params, key=lambda path: order.index(module_of(path))):
+        ours, module, is_stacked, is_bias = "/".join(path), module_of(path), path[0] == "layers", "bias" in path[-1]
+        shape, inputs = params[path].shape[is_stacked:], 2 if module == "attention/output" else 1
+        is_map = len(shape) > 1 and not is_bias and module not in ("embedding", "positions")
+        sizes = [math.prod(shape[inputs:]), math.prod(shape[:inputs])] if is_map else shape
+        name = f"{names['layer'] if is_stacked else ''}{names[module]}.{'bias' if is_bias else 'weight'}"
+        turn = np.transpose if is_map else np.asarray
+        convert = functools.partial(lambda shape, turn, x: turn(x).reshape(shape), shape, turn)
+        tensors[ours] = Tensor(name, (math.prod(shape),) if is_bias else tuple(sizes), convert)
+        if "norm" not in module:  # Phi has the same norm twice
+            together[name].append(ours)
+    for paths in together.values():
+        ends = np.cumsum([tensors[ours].shape[0] for ours in paths]).tolist()
+        for ours, first, last in zip(paths, [0, *ends], ends, strict=False):
+            rows, rest = slice(first, last), tensors[ours].shape[1:]
+            tensors[ours] = tensors[ours].changed(before=operator.itemgetter(rows), shape=(ends[-1], *rest))
+    return tensors
+
+
+def _changed(family: Family, parameters: str, **changes: Any) -> Family:
+    """Change the tensors of the parameters in whose paths the pattern is found; see `Tensor.changed`."""
+    for path, tensor in family.tensors.items():
+        if re.search(parameters, path):
+            family.tensors[path] = tensor.changed(**changes)
+    return family
+
+
+def _plus_1(x: np.ndarray) -> np.ndarray:
+    return 1 + np.asarray(x, np.float32)
+
+
+def _times(factor: float) -> Callable[[np.ndarray], np.ndarray]:
+    """Return the change of a parameter whose results the source multiplies by a constant."""
+    return lambda x: np.float32(factor) * np.asarray(x, np.float32)
 
 
 # Fields of the `model` section that older exports do not have.
@@ -703,7 +654,7 @@ def _dape(fields: Fields) -> Family:
     model |= {"num_outputs": model["vocab_size"], "dropout": 0.0, "initializer": GPT_NEOX["initializer"]}
     computed = {"attention": {"name": "auto"}, "remat": "none", "dtype": "float32"}
     _, params = model_structure(read_model(model | computed))
-    tensors = Tensors()
+    tensors = {}
     for path, leaf in flat_params(params).items():
         is_stacked = path[0] == "layers"
         name = ".".join(("layers", "{layer}", *path[1:]) if is_stacked else path)
