@@ -124,9 +124,8 @@ def run_spec(
     steps = {"num_steps": 1000, "eval_interval": 100, "validation_batches": 8, "checkpoint_interval": 500}
     # Learned positions have no rows for longer sequences.
     factors = (1, 2, 4, 8) if model.get("learned_positions") is None else (1,)
-    none = {"bias": {"name": "nope"}, "processor": {"name": "none"}}
     return common.make(
-        model=none | model | {"attention": {"name": "auto"}, "vocab_multiple": 1},
+        model=model | {"attention": {"name": "auto"}, "vocab_multiple": 1},
         data={"path": None, "tokenizer": name},
         optimizer={"learning_rate": 1e-4, "warmup_fraction": 0.05},
         train={"train_length": train_length, "batch_size": 32, **steps},
@@ -165,38 +164,23 @@ def read_params(source: Source, tensors: dict[str, Tensor], config: TransformerC
     Raises:
         InputError: a tensor contains NaN or infinity, or cannot be read.
     """
-    planned = flat_params(abstract_params(config, mesh))
-    paths = {"/".join(path): path for path in planned}
-    assert paths.keys() == tensors.keys(), sorted(paths.keys() ^ tensors.keys())
-    params: dict[tuple[str, ...], Array] = {}
-    total = sum(config.num_layers if name.startswith("layers/") else 1 for name in tensors)
-    with tqdm(total=total, unit="tensor", desc=source.directory.name, disable=None) as bar:
-        for name, tensor in tensors.items():
-            whole = planned[paths[name]]
-            if not name.startswith("layers/"):
-                params[paths[name]] = _put(source, tensor, 0, whole.shape, whole.sharding)
-                bar.update()
-                continue
-            stacked = jnp.zeros(whole.shape, jnp.float32, device=whole.sharding)
-            part = NamedSharding(mesh, PartitionSpec(*whole.sharding.spec[1:]))
-            for layer in range(config.num_layers):
-                value = _put(source, tensor, layer, whole.shape[1:], part)
-                stacked = jax.block_until_ready(_with_layer(stacked, value, layer))
-                bar.update()
-            params[paths[name]] = stacked
+    planned, params = flat_params(abstract_params(config, mesh)), {}
+    for path, leaf in tqdm(planned.items(), unit="parameter", desc=source.directory.name, disable=None):
+        tensor, is_stacked = tensors["/".join(path)], path[0] == "layers"
+        part = NamedSharding(mesh, PartitionSpec(*leaf.sharding.spec[is_stacked:]))
+        whole = jnp.zeros(leaf.shape, jnp.float32, device=leaf.sharding) if is_stacked else None
+        for layer in range(config.num_layers if is_stacked else 1):
+            name = tensor.name_in(layer)
+            read = np.zeros(tensor.shape, np.float32) if name is None else source.read(name)
+            value = np.asarray(tensor.convert(read), np.float32, order="C")
+            assert value.shape == leaf.shape[is_stacked:], (name, value.shape)
+            # Only the extremes: `isfinite` of all values would allocate an array. The minimum is NaN if any value is.
+            is_finite = bool(np.isfinite(value.min()) and np.isfinite(value.max()))
+            require(is_finite, f"{source.directory}: {name}", "NaN or infinity", "must be finite")
+            value = jax.block_until_ready(jax.device_put(value, part))  # queued transfers would keep several in memory
+            whole = value if whole is None else jax.block_until_ready(_with_layer(whole, value, layer))
+        params[path] = whole
     return unflatten_dict(params)
-
-
-def _put(source: Source, tensor: Tensor, layer: int, shape: tuple[int, ...], sharding: NamedSharding) -> Array:
-    """Put a tensor in our layout on its devices, and wait: queued transfers would keep several tensors in memory."""
-    name = tensor.name_in(layer)
-    read = np.zeros(tensor.shape, np.float32) if name is None else source.read(name)
-    value = np.asarray(tensor.convert(read), np.float32, order="C")
-    assert value.shape == shape, (name, value.shape, shape)
-    # Check only the extremes: `isfinite` of all values would allocate an array. The minimum is NaN if any value is.
-    is_finite = bool(np.isfinite(value.min()) and np.isfinite(value.max()))
-    require(is_finite, f"{source.directory}: {name}", "NaN or infinity", "must be finite")
-    return jax.block_until_ready(jax.device_put(value, sharding))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
