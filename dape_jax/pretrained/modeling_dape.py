@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils.generic import ModelOutput, can_return_tuple
+from transformers.utils.generic import can_return_tuple
 
 try:
     from .cuda_dape import attend as attend_in_cuda
@@ -524,32 +524,28 @@ def attend(
             return attend_in_cuda(*arrays, **options, window=window)
     num_past = num_keys - num_rows
     column_T = torch.arange(num_past, num_keys, device=q_BTHK.device)
-    row_bytes, size = 4 * batch * heads * num_keys, num_rows
-    is_small = num_rows * row_bytes <= BLOCK_BYTES if block_size is None else num_rows <= block_size
-    if not is_small:
-        size = max(1, BLOCK_BYTES // row_bytes) if block_size is None else block_size
-    has_sequences = pos_BT is not None and num_rows > 1 and not torch.compiler.is_compiling()
+    size = block_size or max(1, BLOCK_BYTES // (4 * batch * heads * num_keys))
+    is_whole = size >= num_rows
+    has_sequences = pos_BT is not None and not is_whole and not torch.compiler.is_compiling()
     pos_BT = column_T[None] if pos_BT is None else pos_BT
     if has_sequences:  # a block of about as many rows as the longest has reads little of others
         size = min(size, max(PACKED_ROWS, int(pos_BT.max()) + 1))
 
-    def of_rows(start: int, stop: int) -> Tensor:
-        rows, halo = slice(start, stop), 0 if processor is None else processor.halo
+    def of_rows(start: int) -> Tensor:
+        stop, halo = min(start + size, num_rows), 0 if processor is None else processor.halo
+        rows = slice(start, stop)
         first = 0 if window is None else max(0, num_past + start - window + 1 - halo)
         if has_sequences:
             first_of_sequences = int((column_T[rows] - pos_BT[:, rows]).min())
             first = max(first, min(first_of_sequences, num_past + start))
         keys = slice(first, num_past + stop)
         args = q_BTHK[:, rows], k_BSGK[:, keys], v_BSGK[:, keys], pos_BT[:, rows], bias, processor, window, cap
-        if is_small or not torch.is_grad_enabled():
+        if is_whole or not torch.is_grad_enabled():
             return _attend_rows(*args)
         return checkpoint(_attend_rows, *args, use_reentrant=False, preserve_rng_state=False)
 
-    if size >= num_rows:
-        return of_rows(0, num_rows)
     # The largest block first, so that the allocator reuses its memory.
-    blocks = [of_rows(start, min(start + size, num_rows)) for start in reversed(range(0, num_rows, size))]
-    return torch.cat(blocks[::-1], dim=1)
+    return torch.cat([of_rows(start) for start in reversed(range(0, num_rows, size))][::-1], dim=1)
 
 
 def why_not_cuda(
@@ -681,8 +677,7 @@ class SelfAttention(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
-        pos_BT: Tensor,
-        is_plain: bool,
+        pos_BT: Tensor | None,
         shared_bias: Callable[[], Bias | None],
         cache: Cache | None,
         num_keys: int,
@@ -691,8 +686,7 @@ class SelfAttention(nn.Module):
 
         Args:
             x_BTD: normalised residual stream.
-            pos_BT: position of each token in its sequence.
-            is_plain: whether these are the columns: each row is one sequence without padding.
+            pos_BT: position of each token in its sequence; None if each row is one sequence without padding.
             shared_bias: returns the bias shared by all layers, or None if this layer has its own bias or no bias.
             cache: keys and values of earlier positions, or None.
             num_keys: number of columns, of the cache and of `x_BTD`, which is the last.
@@ -705,14 +699,15 @@ class SelfAttention(nn.Module):
                 norm(x.to(x_BTD.dtype).reshape(*x.shape[:2], -1, len(norm.scale))).reshape(x.shape).to(x.dtype)
                 for norm, x in ((self.query_norm, q_BTHK), (self.key_norm, k_BSGK))
             )
-        q_BTHK, k_BSGK = (rotate(x, pos_BT, self.rotary) for x in (q_BTHK, k_BSGK))
+        columns_1T = torch.arange(num_keys - x_BTD.shape[1], num_keys, device=x_BTD.device)[None]
+        q_BTHK, k_BSGK = (rotate(x, columns_1T if pos_BT is None else pos_BT, self.rotary) for x in (q_BTHK, k_BSGK))
         if cache is not None:  # the cache has heads before positions
             k_BGSK, v_BGSK = cache.update(k_BSGK.movedim(2, 1), v_BSGK.movedim(2, 1), self.layer)
             # A static cache has more columns.
             k_BSGK, v_BSGK = k_BGSK[:, :, :num_keys].movedim(1, 2), v_BGSK[:, :, :num_keys].movedim(1, 2)
         bias = shared_bias() if self.bias is None else self.bias
         options = {"bias": bias, "processor": self.processor, "window": self.window, "cap": self.cap}
-        out_BTHK = attend(q_BTHK, k_BSGK, v_BSGK, None if is_plain else pos_BT, **options)
+        out_BTHK = attend(q_BTHK, k_BSGK, v_BSGK, pos_BT, **options)
         return project("BTHK,HKD->BTD", out_BTHK, self.output_HKD, self.output_bias_D)
 
 
@@ -823,7 +818,8 @@ class DapeModel(PreTrainedModel):
             raise NotImplementedError(f"new_num_tokens = {size}, in multiples of {multiple}: {allowed}")
         return self.get_input_embeddings()
 
-    def decode(
+    @can_return_tuple
+    def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -834,7 +830,7 @@ class DapeModel(PreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         **others: Any,
-    ) -> tuple[Tensor, dict[str, Any]]:
+    ) -> BaseModelOutputWithPast:
         """Return the residual stream [B, T, D] after the last norm, and the other outputs.
 
         Args:
@@ -908,17 +904,12 @@ class DapeModel(PreTrainedModel):
             if output_hidden_states:
                 hidden_states.append(x_BTD)
             # A function: accelerate moves arguments that are modules.
-            args = x_BTD, pos_BT, is_plain, lambda: self.shared_bias, cache, num_keys
+            args = x_BTD, None if is_plain else pos_BT, lambda: self.shared_bias, cache, num_keys
             x_BTD = checkpoint(block, *args, use_reentrant=False) if is_checkpointed else block(*args)
         x_BTD = x_BTD if self.norm is None else self.norm(x_BTD)
-        found = (*hidden_states, x_BTD) if output_hidden_states else None
-        return x_BTD, {"hidden_states": found, CACHE: cache if use_cache else None}
-
-    @can_return_tuple
-    def forward(self, input_ids: Tensor | None = None, **options: Any) -> ModelOutput:
-        """Return the results of `decode`, which describes the arguments."""
-        x_BTD, outputs = self.decode(input_ids, **options)
-        return BaseModelOutputWithPast(last_hidden_state=x_BTD, **outputs)
+        outputs: dict[str, Any] = {"last_hidden_state": x_BTD, CACHE: cache if use_cache else None}
+        outputs["hidden_states"] = (*hidden_states, x_BTD) if output_hidden_states else None
+        return BaseModelOutputWithPast(**outputs)
 
 
 class DapeForCausalLM(DapeModel, GenerationMixin):
@@ -954,7 +945,7 @@ class DapeForCausalLM(DapeModel, GenerationMixin):
         return False
 
     @can_return_tuple
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # labels are before use_cache
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -971,19 +962,20 @@ class DapeForCausalLM(DapeModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return logits [B, T, V] in float32, and the mean loss of next tokens if there are labels.
 
-        Other arguments are described by `decode`. `labels` [B, T] are the tokens to predict, not shifted: this function
+        Other arguments are those of `DapeModel`. `labels` [B, T] are the tokens to predict, not shifted: this function
         shifts them; -100 is not scored. `logits_to_keep` is the number of last tokens whose logits are computed, 0 for
         all, or their places. `num_items_in_batch` divides the sum of losses, for gradient accumulation; None: the mean.
         """
         args = past_key_values, cache, position_ids, inputs_embeds, use_cache, output_hidden_states
-        x_BTD, outputs = self.decode(input_ids, attention_mask, *args, **others)
+        outputs: Any = super().forward(input_ids, attention_mask, *args, return_dict=True, **others)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits_BTV = self.get_output_embeddings()(x_BTD[:, kept])
+        logits_BTV = self.get_output_embeddings()(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             size, items = self.config.vocab_size, num_items_in_batch
             loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=size, num_items_in_batch=items)
-        return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, **outputs)
+        shared: dict[str, Any] = {"hidden_states": outputs.hidden_states, CACHE: getattr(outputs, CACHE)}
+        return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, **shared)
 
 
 class Head(nn.Module):
