@@ -9,6 +9,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import tiny
+from flax import nnx
 from helpers import random_params
 from processes import run_python
 from tiny import load_corpus
@@ -22,7 +23,7 @@ from dape_jax.model.contextual import Content, ContextualBias
 from dape_jax.model.scores import Mask, Positions
 from dape_jax.model.transformer import Params, Places, TransformerConfig, model_structure
 from dape_jax.tools import maps as module
-from dape_jax.tools.maps import attention_maps, block_of, layer_maps, row_maps
+from dape_jax.tools.maps import attention_maps, layer_maps
 
 pytestmark = pytest.mark.extra
 
@@ -59,7 +60,9 @@ def dense_maps(
 
     @jax.jit
     def of_layer(params, x_BTD):
-        (block, bias), pos_T = block_of(config, params, 1), jnp.arange(LENGTH)
+        model, pos_T = nnx.merge(model_structure(config)[0], params), jnp.arange(LENGTH)
+        block = model.block(1)
+        bias = model.shared_bias if block.attention.bias is None else block.attention.bias
         normed_BTD, attention, places = block.attention_norm(x_BTD), block.attention, Places(pos_T)
         q_BTHK, k_BTGK, v_BTGK = attention.project(normed_BTD, pos_T)
         k_BTHK, v_BTHK = (jnp.repeat(x, q_BTHK.shape[2] // x.shape[2], axis=2) for x in (k_BTGK, v_BTGK))
@@ -90,11 +93,10 @@ def test_maps_are_those_of_the_layer_and_pooled_exactly(trained_root, case):
     params = random_params(config)
     x_BTD = np.random.default_rng(1).normal(size=(1, LENGTH, 16)).astype(np.float32)
     expected, mask_TT, output_BTD = dense_maps(config, params, x_BTD)
-    for max_cells, size in ((LENGTH, 1), (16, 5)):
-        found_BTD, cells = layer_maps(config, params, 1, x_BTD, block_size=24, max_cells=max_cells)
+    for size in (1, 5):
+        found_BTD, cells = layer_maps(config, params, 1, x_BTD, cell_size=size)
         np.testing.assert_allclose(found_BTD, output_BTD, rtol=1e-5, atol=1e-5)
-        names = ["scores", "bias", "added", "probs"]
-        assert list(cells) == [name for name in names if name != "bias" or case != "no bias"]
+        assert set(cells) == {"scores", "bias", "added", "probs"} - ({"bias"} if case == "no bias" else set())
         for name, found in cells.items():
             assert found.shape == (2, -(-LENGTH // size), -(-LENGTH // size))
             for row, column in np.ndindex(found.shape[1:]):
@@ -110,8 +112,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square(trained_root):
     _, abstract = model_structure(config)
 
     def temporary_bytes(length: int) -> int:
-        q_BTHK, k_BSGK = (jax.ShapeDtypeStruct((1, size, 2, 8), jnp.float32) for size in (16, length))
-        lowered = row_maps.lower(config, abstract, 0, q_BTHK, np.arange(16), k_BSGK)
+        lowered = layer_maps.lower(config, abstract, 0, jax.ShapeDtypeStruct((1, length, 16), "float32"), length // 64)
         analysis = lowered.compile().memory_analysis()
         return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
 

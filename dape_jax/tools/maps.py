@@ -13,15 +13,13 @@ A figure has one row per head and one column per map, each a function of (query,
 Masked pairs stay blank. Up to 512 tokens, one cell is one pair. Beyond, a cell is the mean of the visible pairs among
 n x n pairs, n = ceil(length / 512).
 
-Query rows are independent, so maps are computed for one layer and one block of rows at a time: memory is linear in the
-length.
+Query rows are independent, so maps are computed for one layer and a few rows at a time: memory is linear in the length.
 """
 
 import dataclasses
 import functools
 import html
 import json
-from collections import defaultdict
 from string import Template
 
 import jax
@@ -29,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 from matplotlib import colormaps
 from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
@@ -43,15 +41,14 @@ from dape_jax.evaluation import report
 from dape_jax.evaluation.trained import TrainedModel, corpora_of, read_trained, restore
 from dape_jax.files import write_atomically
 from dape_jax.model.attention import Blockwise, score
-from dape_jax.model.biases import Bias
-from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.processors import Plain, add_bias
 from dape_jax.model.scores import Scores, masked_softmax
-from dape_jax.model.transformer import Block, LayerKind, Params, Places, TransformerConfig, model_structure
+from dape_jax.model.transformer import LayerKind, Params, Places, TransformerConfig, model_structure
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory, provenance
 
 MAX_CELLS = 512  # along one side of a map
+MAP_ROWS = 64  # rows of queries whose maps are computed together
 MAX_TICKS = 32  # tokens whose text is on the axes
 HEADINGS = {"scores": "scores A", "bias": "bias B", "added": "added by the processor", "probs": "probabilities"}
 PAGE = Template("""<!doctype html>
@@ -92,14 +89,14 @@ def attention_maps(
     names = token_names(saved_tokenizer(workdir), tokens_T)
     output = make_results_directory(output or default)
 
-    block_size = trained.run.evaluation.block_size
-    config = dataclasses.replace(trained.run.model, attention=Blockwise(block_size, num_buckets=4))
+    blockwise = Blockwise(trained.run.evaluation.block_size, num_buckets=4)
+    config = dataclasses.replace(trained.run.model, attention=blockwise)
     _, params = restore(trained)  # no mesh is set: one sequence is not split over devices
     cell_size, files = -(-length // MAX_CELLS), []
     model = nnx.merge(model_structure(config)[0], params)
-    x_BTD = jax.device_get(model.embeddings(jnp.asarray(tokens_T)[None], jnp.arange(len(tokens_T))))
+    x_BTD = model.embeddings(jnp.asarray(tokens_T)[None], jnp.arange(length))
     for layer in Progress(range(config.num_layers), unit="layer", desc=trained.name):
-        x_BTD, cells = layer_maps(config, params, layer, x_BTD, block_size=block_size)
+        x_BTD, cells = jax.device_get(layer_maps(config, params, layer, x_BTD, cell_size=cell_size))
         title = f"{trained.name}, step {trained.step}\nlayer {layer}, {length} tokens"
         if cell_size > 1:
             title += f", mean of {cell_size} x {cell_size} pairs per cell"
@@ -151,79 +148,50 @@ def read_tokens(
 # ---- maps
 
 
+@functools.partial(jax.jit, static_argnames=("config", "cell_size"))
 def layer_maps(
-    config: TransformerConfig,
-    params: Params,
-    layer: int,
-    x_BTD: Float[np.ndarray, "1 T D"],
-    *,
-    block_size: int,
-    max_cells: int = MAX_CELLS,
-) -> tuple[Float[np.ndarray, "1 T D"], dict[str, Float[np.ndarray, "H cells cells"]]]:
-    """Return the output of one layer for one sequence, and the cells of each map, NaN where no pair is visible.
+    config: TransformerConfig, params: Params, layer: int | Int[Array, ""], x_BTD: Float[Array, "1 T D"], cell_size: int
+) -> tuple[Float[Array, "1 T D"], dict[str, Float[Array, "H cells cells"]]]:
+    """Return the output of one layer for one sequence, and the mean of each map over the visible pairs of every cell.
 
-    Memory is linear in T if attention is `Blockwise`: maps of `block_size` query rows are held at once.
+    A cell without a visible pair is NaN. Memory is linear in T if attention is `Blockwise`: the maps of `MAP_ROWS`
+    query rows are held at once.
     """
-    length = x_BTD.shape[1]
-    q_BTHK, k_BSGK, x_BTD = project(config, params, layer, x_BTD)
-    starts = np.arange(0, length, -(-length // max_cells))  # the first position of each cell
-    sums: dict[str, list[np.ndarray]] = defaultdict(list)  # of each query row, over the visible keys of each cell
-    for first in range(0, length, block_size):
-        pos_T = np.minimum(np.arange(first, first + block_size), length - 1)  # the last position repeated, not used
-        maps, mask_TS = jax.device_get(row_maps(config, params, layer, q_BTHK[:, pos_T], pos_T, k_BSGK))
-        for name, x_HTS in (maps | {"pairs": np.ones((1, *mask_TS.shape), np.float32)}).items():
-            visible_HTS = np.where(mask_TS, x_HTS, 0)[:, : length - first]
-            sums[name].append(np.add.reduceat(visible_HTS, starts, axis=2))
-    pooled = {name: np.add.reduceat(np.concatenate(blocks, axis=1), starts, axis=1) for name, blocks in sums.items()}
-    num_pairs = pooled.pop("pairs")
-    with np.errstate(invalid="ignore"):  # 0 / 0
-        return jax.device_get(x_BTD), {name: pooled[name] / num_pairs for name in HEADINGS if name in pooled}
-
-
-def block_of(
-    config: TransformerConfig, params: Params, layer: int | Int[Array, ""]
-) -> tuple[Block, Bias | ContextualBias | None]:
-    """Return one layer, and the bias that it uses."""
-    model = nnx.merge(model_structure(config)[0], params)
+    model, pos_T = nnx.merge(model_structure(config)[0], params), jnp.arange(x_BTD.shape[1])
     block = model.block(layer)
-    return block, model.shared_bias if block.attention.bias is None else block.attention.bias
+    attention = block.attention
+    bias = model.shared_bias if attention.bias is None else attention.bias
+    q_BTHK, k_BSGK, _ = attention.project(block.branch_input(block.attention_norm, x_BTD), pos_T, layer)
 
+    def cells_of(first: Int[Array, ""]) -> dict[str, Float[Array, "H cells"]]:
+        """Return one row of cells."""
+        rows_T = first + jnp.arange(cell_size)
+        q_pos_T = jnp.minimum(rows_T, len(pos_T) - 1)  # the last position repeated, not used
 
-@functools.partial(jax.jit, static_argnames="config")
-def project(
-    config: TransformerConfig, params: Params, layer: int | Int[Array, ""], x_BTD: Float[Array, "1 T D"]
-) -> tuple[Float[Array, "1 T H K"], Float[Array, "1 T G K"], Float[Array, "1 T D"]]:
-    """Return the queries, the keys and the output of one layer."""
-    (block, bias), pos_T = block_of(config, params, layer), jnp.arange(x_BTD.shape[1])
-    q_BTHK, k_BTGK, _ = block.attention.project(block.branch_input(block.attention_norm, x_BTD), pos_T, layer)
-    return q_BTHK, k_BTGK, block(x_BTD, Places(pos_T), bias, layer=layer)[0]
+        def score_of(kind: LayerKind) -> Scores:
+            options = {"bias": bias, "window": kind.mask.window, "cap": config.score_cap}
+            return score(q_BTHK[:, q_pos_T], k_BSGK, q_pos_T, pos_T, **options)
 
+        scores_BHTS, bias_BHTS, mask_TS = attention.of_kind(score_of, layer)
+        processed_BHTS = attention.processor(scores_BHTS, bias_BHTS, mask_TS)
+        maps = {"scores": scores_BHTS}
+        if bias_BHTS is not None:
+            maps["bias"] = bias_BHTS
+        if not isinstance(attention.processor, Plain):
+            maps["added"] = processed_BHTS - add_bias(scores_BHTS, bias_BHTS)
+        maps["probs"] = masked_softmax(processed_BHTS, mask_TS)
+        visible_TS = mask_TS & (rows_T < len(pos_T))[:, None]
 
-@functools.partial(jax.jit, static_argnames="config")
-def row_maps(
-    config: TransformerConfig,
-    params: Params,
-    layer: int | Int[Array, ""],
-    q_BTHK: Float[Array, "1 T H K"],
-    q_pos_T: Int[Array, "T"],
-    k_BSGK: Float[Array, "1 S G K"],
-) -> tuple[dict[str, Float[Array, "H T S"]], Bool[Array, "T S"]]:
-    """Return the maps of a block of rows (see the module's docstring) and the mask of visible pairs."""
-    block, bias = block_of(config, params, layer)
-    attention, pos_S = block.attention, jnp.arange(k_BSGK.shape[1])
+        def sums(x_HTS: Float[Array, "H T S"]) -> Float[Array, "H cells"]:
+            sums_HS = jnp.where(visible_TS[None], x_HTS, 0).sum(1)
+            return jnp.pad(sums_HS, ((0, 0), (0, -len(pos_T) % cell_size))).reshape(len(x_HTS), -1, cell_size).sum(2)
 
-    def score_of(kind: LayerKind) -> Scores:
-        return score(q_BTHK, k_BSGK, q_pos_T, pos_S, bias=bias, window=kind.mask.window, cap=config.score_cap)
+        num_pairs = sums(jnp.ones_like(visible_TS, jnp.float32)[None])
+        return {name: sums(x_BHTS[0]) / num_pairs for name, x_BHTS in maps.items()}
 
-    scores_BHTS, bias_BHTS, mask_TS = attention.of_kind(score_of, layer)
-    processed_BHTS = attention.processor(scores_BHTS, bias_BHTS, mask_TS)
-    maps = {"scores": scores_BHTS}
-    if bias_BHTS is not None:
-        maps["bias"] = bias_BHTS
-    if not isinstance(attention.processor, Plain):
-        maps["added"] = processed_BHTS - add_bias(scores_BHTS, bias_BHTS)
-    maps["probs"] = masked_softmax(processed_BHTS, mask_TS)
-    return {name: x_BHTS[0] for name, x_BHTS in maps.items()}, mask_TS
+    cells = jax.lax.map(cells_of, jnp.arange(0, len(pos_T), cell_size), batch_size=-(-MAP_ROWS // cell_size))
+    output_BTD, _ = block(x_BTD, Places(pos_T), bias, layer=layer)
+    return output_BTD, {name: jnp.swapaxes(x, 0, 1) for name, x in cells.items()}
 
 
 # ---- figures
@@ -260,12 +228,12 @@ def draw(cells: dict[str, Float[np.ndarray, "H cells cells"]], extent: int, titl
     margins = {"top": 1 - 0.85 / height, "bottom": 0.6 / height, "left": 0.9 / width, "right": 1 - 0.1 / width}
     panels = figure.subplots(num_heads, len(cells), squeeze=False, gridspec_kw=margins)
     figure.suptitle(title, fontsize=11, parse_math=False)
-    for column, (name, heads) in enumerate(cells.items()):
+    for column, name in enumerate(name for name in HEADINGS if name in cells):
         panels[0, column].set_title(HEADINGS[name], fontsize=10)
         panels[-1, column].set_xlabel("key")
         for head, axes in enumerate(panels[:, column]):
-            norm, colours = norm_and_colours(name, heads[head])
-            image = axes.imshow(heads[head], norm=norm, cmap=colours, extent=(0, extent, extent, 0))
+            norm, colours = norm_and_colours(name, cells[name][head])
+            image = axes.imshow(cells[name][head], norm=norm, cmap=colours, extent=(0, extent, extent, 0))
             figure.colorbar(image, ax=axes, shrink=0.8).ax.tick_params(labelsize=7)
             centers = np.asarray(ticked) + 0.5
             axes.set_xticks(centers, labels, rotation=90, fontsize=6, parse_math=False)
