@@ -107,7 +107,7 @@ REFUSED = {
     "train.py --config=configs/quickstart.py --config.data.path=tests --workdir=tests/run": [
         "workdir = 'tests/run': must not be in the text 'tests'"
     ],
-    "dape_jax.data.prepare --show=docss": ["--show = 'docss' & prepared corpus; did you mean docs?"],
+    "dape_jax.data.prepare --show=docss": ["--show = 'docss' & does not exist; did you mean docs?"],
     # flags of programs
     f"{TRAIN}quickstart.py train.num_steps=3": ["train.num_steps=3 & --name=value"],
     "train.py --help=optimiser": ["--help = 'optimiser' & optimizer?"],
