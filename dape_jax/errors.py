@@ -1,4 +1,4 @@
-"""Exceptions for users, the checks that raise them, and text that is safe to print."""
+"""Exceptions for users, the checks that raise them, marks of a config's fields, and text that is safe to print."""
 
 import difflib
 import importlib.metadata

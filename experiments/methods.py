@@ -266,9 +266,9 @@ def claim(*comparisons: Less, at_least: int | None = None, note: str = "") -> Cl
     return Claim(comparisons, at_least, note)
 
 
-def names(methods: Names) -> tuple[str, ...]:
-    """Return one method or several as a tuple."""
-    return (methods,) if isinstance(methods, str) else methods
+def names(methods: Names | float) -> tuple[Any, ...]:
+    """Return one method or several, or a number in their place, as a tuple."""
+    return methods if isinstance(methods, tuple) else (methods,)
 
 
 def better(
@@ -292,8 +292,8 @@ def better(
 
     comparisons = (
         Less(side(method, train_length, length), side(other, train_length, length), factor)
-        for method in (names(low) if isinstance(low, str | tuple) else (low,))
-        for other in (names(others) if isinstance(others, str | tuple) else (others,))
+        for method in names(low)
+        for other in names(others)
         for train_length in train_lengths
         for length in lengths(train_length)
     )

@@ -244,7 +244,7 @@ def lookup_in(group: Group) -> Lookup:
     by_model = {series.model: series.samples for series in group.series}
 
     def lookup(result: Result) -> dict[int, list[Sample]]:
-        samples = [by_model.get(model, {}) for model in result.models]
+        samples = [by_model[model] if model in by_model else {} for model in result.models]
         seeds = set.intersection(*({seed for seed, of in each.items() if result.length in of} for each in samples))
         return {seed: [each[seed][result.length] for each in samples] for seed in seeds}
 

@@ -247,7 +247,7 @@ class TransformerConfig:
 GPT_NEOX = {
     field.name: field.default
     for field in dataclasses.fields(TransformerConfig)
-    if field.type in (bool, float, str) and field.name not in ("remat", "dtype")
+    if field.type in (bool, float, str) and field.name != "dtype"
 }
 ENCODER = GPT_NEOX | {
     "causal": False,

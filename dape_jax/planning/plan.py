@@ -181,13 +181,13 @@ class Plan:
     def figures(self) -> dict[str, Any]:
         """Return what is known of the step as JSON values, for plan.json."""
         run, executed, needed = self.run, self.executed_flops, self.model_flops
-        measured = ("fits", "reason", "compile_seconds", "peak_bytes", "held_bytes")
+        outcome = ("fits", "reason", "compile_seconds", "peak_bytes", "held_bytes")
         return {
             "mesh": run.mesh.asked(),
             "remat": run.model.remat,
             "batch_size": run.train.batch_size,
             "length": run.train.train_length,
-            **{field: getattr(self, field) for field in measured},
+            **{field: getattr(self, field) for field in outcome},
             "model_flops": dataclasses.asdict(needed),
             "executed_flops": executed,
             "step_seconds": executed / self.hardware.chip.peak_flops,  # a lower bound: the chip's peak
@@ -218,7 +218,7 @@ class Plan:
 
 
 def compile_step(plan: Plan) -> dict[str, Any]:
-    """Compile a step for its slice and return `measured`'s argument. For a TPU, run it in a separate process."""
+    """Compile a step for its slice and return the outcome, for `measured`. For a TPU, run it in a separate process."""
     mesh, step, arguments = plan.build()
     started = time.monotonic()
     with jax.set_mesh(mesh):
@@ -240,14 +240,14 @@ def compile_step(plan: Plan) -> dict[str, Any]:
 
 
 def estimate(plan: Plan) -> dict[str, Any]:
-    """Return `measured`'s argument by formula; see `memory.py`."""
+    """Return the same outcome by formula; see `memory.py`."""
     state = plan.state_bytes
     held = {"arguments": sum(state.values())} | estimate_memory(plan.run, plan.mesh, state, plan.attentions)
     return {"fits": True, "peak_bytes": sum(held.values()), "held_bytes": held}
 
 
 def measured(plan: Plan, outcome: dict[str, Any]) -> Plan:
-    """Return a plan with its memory: fields whose `held_bytes` has "arguments" in place of state and batch."""
+    """Return a plan with an outcome, in whose `held_bytes` the state and the batch are together "arguments"."""
     if outcome["fits"]:
         state, held, available = plan.state_bytes, dict(outcome["held_bytes"]), plan.hardware.memory_bytes
         rest = held.pop("arguments") - sum(state.values())

@@ -72,14 +72,18 @@ class Fields:
         self.config, self.where, self.read = dict(config), where, set[str]()
         self.names: dict[str, str] = {}  # in the config, of the fields that it names otherwise
 
+    def is_given(self, name: str) -> bool:
+        """Return whether the config has this field, and it is not null."""
+        return name in self.config and self.config[name] is not None
+
     def rename(self, **names: str) -> None:
         """Read fields under other names. A field that the config has under both must have the same value twice."""
         for theirs, name in names.items():
-            if (value := self.config.get(theirs)) is not None:
-                if self.config.get(name) is None:
-                    self.config[name], self.names[name] = value, theirs
+            if self.is_given(theirs):
+                if not self.is_given(name):
+                    self.config[name], self.names[name] = self.config[theirs], theirs
                 allowed = f"must be {self.names.get(name, name)} = {self.config[name]}, or missing"
-                self.check(value == self.config[name], theirs, allowed)
+                self.check(self.config[theirs] == self.config[name], theirs, allowed)
                 self.read.add(theirs)
 
     def check(self, condition: bool, name: str, allowed: str) -> None:

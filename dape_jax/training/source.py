@@ -94,12 +94,8 @@ def load_corpora(config: DataConfig, lossy: bool = False) -> Corpora:
     corpora = {path: open_corpus(directory) for path, directory in found.items() if directory is not None}
     if config.tokenizer is None and corpora:
         names = {path: corpus.train.sidecar.tokenizer for path, corpus in corpora.items()}
-        require(
-            len(set(names.values())) == 1,
-            next(iter(fields.values())),
-            names,
-            "must have been prepared with the same tokenizer",
-        )
+        field, *_ = fields.values()
+        require(len(set(names.values())) == 1, field, names, "must have been prepared with the same tokenizer")
         file = next(iter(corpora.values())).train.directory / TOKENIZER_FILE
         config = dataclasses.replace(config, tokenizer=str(file) if file.exists() else Bytes.name)
     for path, name in fields.items():
