@@ -590,9 +590,9 @@ def stored(directory: Path, tensors: dict[str, np.ndarray], **changes: Any) -> P
     return directory
 
 
-# Names of torch.compile, of AutoModel and of multimodal models, and of the published GPT-2.
+# Names of PyTorch's wrappers, of AutoModel and of multimodal models, and of the published GPT-2.
 NAMES = {
-    "compiled": ("qwen2", lambda name: name.replace("layers.", "layers._orig_mod.")),
+    "wrapped": ("qwen2", lambda name: "module." + name.replace("layers.", "layers._orig_mod.")),
     "without its head": ("qwen2", lambda name: name.removeprefix("model.")),
     "multimodal": ("qwen2", lambda name: name.replace("model.", "language_model.model.", 1)),
     "gpt2": ("published-gpt2", lambda name: name.removeprefix("transformer.")),
@@ -621,7 +621,7 @@ def test_other_names_and_float64_give_the_same_model(kind, directories, runs, tm
         assert read_trained(tmp_path / "run", "newest", {}).run.evaluation.lengths == (64,)  # its positions are learned
         with pytest.raises(InputError, match=r"length = 65: must be at most .*learned_positions = 64"):
             attention_maps(tmp_path / "run", length=65, text=directory / WEIGHTS)
-    if kind == "compiled":
+    if kind == "wrapped":
         refused(stored(directory, tensors | given), tmp_path / "other", "must be stored once")
 
 

@@ -30,6 +30,7 @@ _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.
 _COPIES = ["*/*", "consolidated*"]  # the same weights in other formats, as Mistral's and Meta's repositories have
 _SHOWN_CHARS = 200
 _DTYPES = ("F32", "F16", "BF16", "F64")  # supported dtypes; only float64 is rounded to float32
+_WRAPPERS = re.compile(r"\b(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _TEXT_PREFIX = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
 
 
@@ -73,8 +74,9 @@ class Source:
     def named_like(self, embedding: str) -> "Source":
         """Return the source with the names that a model with its head has, and without tensors of other modalities.
 
-        `torch.compile` puts "_orig_mod." into names, a model without its head lacks the first part ("model."), and the
-        text model of a multimodal one has another ("language_model.model.", "model.language_model.").
+        Wrappers of PyTorch add parts to names ("_orig_mod." of `torch.compile`, "module." of data parallelism), a model
+        without its head lacks the first part ("model."), and the text model of a multimodal one has another
+        ("language_model.model.", "model.language_model.").
 
         Args:
             embedding: name of the embedding in the model with its head.
@@ -82,7 +84,7 @@ class Source:
         prefix, own = f"{embedding.partition('.')[0]}.", embedding.partition(".")[2]
         tensors, others = {}, 0
         for stored, info in self.tensors.items():
-            name = stored.replace("_orig_mod.", "")
+            name = _WRAPPERS.sub("", stored)
             if "text_config" in self.config:
                 name, found = _TEXT_PREFIX.subn(prefix, name, count=1)
                 name = name.replace(f"{prefix}lm_head.", "lm_head.")
