@@ -20,7 +20,11 @@ DEMO = runs/quickstart-$(shell $(PY) -c 'import platform; print(platform.python_
 install: .venv/installed
 install-dev: .venv/dev-installed
 
-PIP_INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Most files of these packages are never imported, and compiling all takes half of an installation: Python compiles and keeps
+# what is imported.
+export PYTHONDONTWRITEBYTECODE =
+PIP = $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
+PIP_INSTALL = $(PIP) --constraint constraints.txt
 
 # The file is written last, so that an interrupted installation resumes. It is made again
 # if the environment's Python is missing or too old.
@@ -73,9 +77,6 @@ build/gpu-wheels/downloaded: constraints.txt | install
 	    array-record backports.zstd beartype cattrs grain ml-collections portpicker tensorboardX
 	touch $@
 
-# Test workers and the command lines that they start share compiled Python files.
-test test-all: export PYTHONDONTWRITEBYTECODE =
-
 # `make test MARKS='not exhaustive'` is the longer selection of `.ci/run`.
 MARKS = not slow and not extra
 test: install-dev
@@ -91,7 +92,7 @@ test-newest: HF = accelerate huggingface-hub safetensors tokenizers transformers
 test-oldest: HF = 'transformers==$(OLDEST).*' 'huggingface-hub<2' 'tokenizers<=0.23.0' httpx httpcore h11
 test-newest test-oldest: test-%: install-dev
 	rm -rf .venv/$*
-	$(PY) -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target .venv/$* $(HF)
+	$(PIP) --upgrade --no-deps --target .venv/$* $(HF)
 	PYTHONPATH=$(CURDIR)/.venv/$* $(PY) -m pytest -n auto --dist worksteal -m 'hf and not slow' \
 	    tests/test_export.py tests/test_import.py
 
