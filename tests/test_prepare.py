@@ -30,7 +30,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from processes import run_python
-from pyarrow import parquet
+from pyarrow import ipc, parquet
 from tiny import load_corpus
 
 from dape_jax.data.prepare import build, command, records
@@ -99,6 +99,13 @@ def parquet_file(**columns: pyarrow.Array | list) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
+def arrow(write: Callable, **columns: pyarrow.Array | list) -> bytes:
+    table, sink = pyarrow.table(columns), pyarrow.BufferOutputStream()
+    with write(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=9)
+    return sink.getvalue().to_pybytes()
+
+
 def in_lines(documents: Iterable[str]) -> bytes:
     """Return JSON lines of documents."""
     return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in documents)
@@ -136,6 +143,8 @@ FILES: dict[str, list[bytes] | bytes] = {
     "bz2": members(bz2.compress),
     "parquet": parquet_file(**PARQUET),
     "parquet.part": parquet_file(**PARQUET),
+    "arrow": arrow(ipc.new_stream, **PARQUET),  # as `save_to_disk` of datasets writes
+    "feather": arrow(ipc.new_file, **PARQUET),
 }
 
 
@@ -243,7 +252,7 @@ def test_ids_of_another_tokenizer_stop_it(tmp_path: Path, wrong: int):
 @pytest.mark.parametrize(
     ("kinds", "where", "kept"),
     [
-        ("jsonl parquet", ("meta.pile_set_name=ArXiv|Books3", "meta.year=2003|2004|1999"), lambda i: i in (3, 4)),
+        ("jsonl parquet arrow", ("meta.pile_set_name=ArXiv|Books3", "meta.year=2003|2004|1999"), lambda i: i in (3, 4)),
         ("jsonl parquet", ("meta.ok=true", "meta.year=2001|2002|2005|2010"), lambda i: i in (1, 2, 5, 10)),
         ("jsonl parquet", ("day=2020-01-03", "a.year=2002.0|2011"), lambda i: i in (2, 11)),
         ("parquet", ("time=2020-01-02", "zone=2020-01-02", "odd=2"), lambda i: i % 6 == 4),
@@ -290,7 +299,9 @@ def test_lengths_are_bytes_of_utf8(tmp_path: Path, kind: str):
 def test_another_field_and_mixed_files(tmp_path: Path):
     """Python source keeps its mark: published results have the digest of the standard library with such files."""
     write(tmp_path / "a.jsonl", *(json.dumps({"a": {"b": text}}).encode() + b"\n" for text in DOCUMENTS[:20]))
-    write(tmp_path / "b.parquet", parquet_file(a=[{"b": text} for text in DOCUMENTS[20:30]]))
+    write(tmp_path / "b.parquet", parquet_file(a=[{"b": text} for text in DOCUMENTS[20:25]]))
+    write(tmp_path / "b.arrow", arrow(ipc.new_stream, a=[{"b": text} for text in DOCUMENTS[25:30]], c=[1] * 5))
+    write(tmp_path / "dataset_info.json", b'{"features": {}}')  # `save_to_disk` of datasets writes it
     for i, text in enumerate(DOCUMENTS[30:]):
         write(tmp_path / f"c{i}.md", text.encode())
     write(tmp_path / "d.png", b"\x89PNG\0")
@@ -498,6 +509,8 @@ DAMAGED = {
     "number": ("a.parquet", parquet_file(text=[1, 2]), [(1, "no text"), (2, "no text")]),
     "cut": ("a.parquet", parquet_file(text=["a"])[:-9], [(1, "damaged file")]),
     "empty": ("a.parquet", b"", [(1, "damaged file")]),
+    "cut stream": ("a.arrow", FILES["arrow"][:-4], [(41, "damaged file")]),
+    "empty stream": ("a.arrow", b"", [(1, "damaged file")]),
 }
 DAMAGED |= {
     suffix: (

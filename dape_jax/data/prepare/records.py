@@ -5,7 +5,7 @@ In: an `InputFile` of `inputs`. Out: its records, from `read_records`. Next: `sp
     content                                            records
     JSON objects in lines (.jsonl, .ndjson, or seen)   the text field of each
     JSON array of objects with the text field          the same; also of one such object in a .json file
-    parquet                                            the text field of each row
+    parquet, Arrow (`save_to_disk` of datasets)        the text field of each row
     .bin and .idx of the same name                     token ids, as Megatron and GPT-NeoX write them
     any other text                                     one, or those between separators
     binary (a NUL byte near its start)                 none; bad
@@ -35,6 +35,7 @@ from dape_jax.storage import is_remote
 Content = str | bytes | Integer[np.ndarray, "_"]  # text of a record, (part of) a text file, or token ids
 
 PIECE_BYTES = 2**24  # a longer text that is a whole split is cut into documents of this length
+_ARROW = (b"ARROW1", b"\xff\xff\xff\xff")  # first bytes of a file and of a stream
 _VALUE_BYTES = 2**30  # longest JSON value: a line, or a whole file
 _ROWS = 16  # rows of parquet in memory at a time
 _BLOCK = 2**20  # bytes that are read at a time to find separators
@@ -162,10 +163,10 @@ def _records(path: str, config: PrepareConfig, is_alone: bool) -> Iterator[Conte
 
 
 def _values(path: str, content: Any, head: bytes, config: PrepareConfig) -> Iterable[Any] | None:
-    """Return the rows of parquet or the values of JSON in a file, or None: it is text, as JSON without the field is."""
+    """Return the rows of a table or the values of JSON in a file, or None: it is text, as JSON without the field is."""
     name = re.sub(r"\.(gz|bz2|xz|zst)$", "", path.lower())
-    if (head.startswith(b"PAR1") and b"\0" in head) or name.endswith(".parquet"):
-        return _rows(path, content, config)
+    if (head.startswith((b"PAR1", *_ARROW)) and b"\0" in head) or name.endswith((".parquet", ".arrow")):
+        return _rows(path, content, head, config)
     if name.endswith((".jsonl", ".ndjson")):
         return _lines(content)
     start, is_json, begins = content.tell(), name.endswith(".json"), b"" if b"\0" in head else head.lstrip()
@@ -185,17 +186,24 @@ def _values(path: str, content: Any, head: bytes, config: PrepareConfig) -> Iter
     return None
 
 
-def _rows(path: str, content: Any, config: PrepareConfig) -> Iterator[dict[str, Any]]:
+def _rows(path: str, content: Any, head: bytes, config: PrepareConfig) -> Iterator[dict[str, Any]]:
     require_package("pyarrow", "parquet", "input", path)
-    from pyarrow import parquet  # large, and needed only here
+    from pyarrow import ipc, parquet  # large, and needed only here
 
     fields = [config.text_field, *(field for field, _ in config.conditions)]
-    # The default limits refuse files with many columns and row groups.
-    limits = dict.fromkeys(("thrift_string_size_limit", "thrift_container_size_limit"), 2**31 - 1)
-    file = parquet.ParquetFile(content, pre_buffer=False, **limits)
-    names = dict.fromkeys(file.schema_arrow.names)  # of all columns, for messages
-    for batch in file.iter_batches(_ROWS, columns=fields, use_threads=False):
-        yield from (names | row for row in batch.to_pylist())
+    batches: Iterable[Any]
+    if head.startswith(_ARROW):
+        file = ipc.open_file(content) if head.startswith(_ARROW[0]) else ipc.open_stream(content)
+        names, columns = file.schema.names, {name for field in fields for name in (field, field.partition(".")[0])}
+        every = map(file.get_batch, range(file.num_record_batches)) if head.startswith(_ARROW[0]) else file
+        batches = (batch.select([name for name in names if name in columns]) for batch in every)
+    else:
+        # The default limits refuse files with many columns and row groups.
+        limits = dict.fromkeys(("thrift_string_size_limit", "thrift_container_size_limit"), 2**31 - 1)
+        file = parquet.ParquetFile(content, pre_buffer=False, **limits)
+        names, batches = file.schema_arrow.names, file.iter_batches(_ROWS, columns=fields, use_threads=False)
+    for batch in batches:
+        yield from (dict.fromkeys(names) | row for row in batch.to_pylist())  # the names of all columns, for messages
 
 
 def _lines(content: Any) -> Iterator[Any]:
