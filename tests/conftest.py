@@ -23,7 +23,7 @@ FLAGS = [
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_parallel_codegen_split_count=1",
 ]
-if version("jaxlib").startswith(("0.10.", "0.11.")):
+if version("jaxlib").startswith("0.10."):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")  # later releases have only the newer emitter, and abort
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 gc.set_threshold(100_000, 20, 20)  # tracing makes many objects: by default a tenth of the time is collections

@@ -73,10 +73,10 @@ def test_every_value_is_written_and_unseen_ones_are_not_read():
 H200 = AbstractDevice("NVIDIA H200", None, "gpu")
 
 
-def lower_for_cuda(attention, *targets: str, dtype=jnp.float32, num_devices: int = 2) -> str:
-    """Return the lowered gradients of a layer, with sequences sharded and parameters replicated, as text.
+def data_parallel(attention, dtype, mesh):
+    """Return the gradients of a layer, with sequences sharded and parameters replicated, and their arguments.
 
-    `targets` are the custom calls that the implementation makes. The axes along which values vary are checked.
+    The axes along which values vary are checked.
     """
     case = Case(width=2, alignment="causal", heads=2, groups=2, batch=2, length=12)
     graphdef, params = nnx.split(case.layer(dtype))
@@ -86,13 +86,18 @@ def lower_for_cuda(attention, *targets: str, dtype=jnp.float32, num_devices: int
         out = attend_rows(attention, q, k, v, pos, pos, ScoreMod(*nnx.merge(graphdef, params)))
         return jax.lax.psum((out.astype(jnp.float32) ** 2).sum(), "data")
 
-    mesh = AbstractMesh((num_devices,), ("data",), (AxisType.Auto,), abstract_device=H200)
     share, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
     loss = jax.shard_map(loss, mesh=mesh, in_specs=(whole, share, share, share), out_specs=whole)
-    step, checks = jax.jit(jax.grad(loss, (0, 1, 2, 3))), map(jax.export.DisabledSafetyCheck.custom_call, targets)
+    return jax.jit(jax.grad(loss, (0, 1, 2, 3))), (nnx.to_pure_dict(params), *case.arrays(dtype)[:3])
+
+
+def lower_for_cuda(attention, *targets: str, dtype=jnp.float32, num_devices: int = 2) -> str:
+    """Return the lowered program of `data_parallel` as text; `targets` are the custom calls of the implementation."""
+    mesh = AbstractMesh((num_devices,), ("data",), (AxisType.Auto,), abstract_device=H200)
+    step, arguments = data_parallel(attention, dtype, mesh)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        export = jax.export.export(step, platforms=["cuda"], disabled_checks=[*checks])
-        return export(nnx.to_pure_dict(params), *case.arrays(dtype)[:3]).mlir_module()
+        checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]
+        return jax.export.export(step, platforms=["cuda"], disabled_checks=checks)(*arguments).mlir_module()
 
 
 # JAX 0.11 announces the removal of the Triton backend of Pallas.
@@ -174,6 +179,14 @@ def test_gradients_are_as_precise_for_any_size_of_the_loss(monkeypatch):
     for x, y in zip(jax.tree.leaves(small), jax.tree.leaves(large), strict=True):
         np.testing.assert_array_equal(np.float64(x) * 2.0**80, np.float64(y))
         assert np.isfinite(np.float64(y)).all()
+
+
+@HAS_COMPILER
+def test_gradients_in_a_users_shard_map():
+    """JAX does not know by itself that the results of a kernel differ between devices."""
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    ours, dense = (step(*args) for step, args in (data_parallel(each, jnp.float32, mesh) for each in (CUDA, Dense())))
+    assert_close(ours, jax.device_get(dense), 1e-5)
 
 
 @HAS_COMPILER

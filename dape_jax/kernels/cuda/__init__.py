@@ -113,7 +113,8 @@ class Call:
     def launch(self, tiling: Tiling, grid: tuple[int, int, int], out: list, arrays: list, ints: list[int]) -> list:
         """Run a kernel: pointers to the arrays and to its results `out`, then the ints, then the factor of scores."""
         launch = emulator.launch if self.interpret else compiler.launch
-        return launch(tiling, grid, out, arrays, ints, self.scale * LOG2E)
+        results = launch(tiling, grid, out, arrays, ints, self.scale * LOG2E)
+        return vary_alike(results, arrays)[0]  # otherwise they would count as replicated in a user's `shard_map`
 
     @property
     def reach(self) -> int:
