@@ -1,7 +1,8 @@
 # make demo       install, train two small models, evaluate both, print the path of the figure
 # make test       install what tests need, run the tests that are neither slow nor extra
 # make test-all   all tests
-# make test-newest, make test-oldest  tests of import and export with the newest and the oldest releases of transformers
+# make test-newest    all fast tests of Hugging Face's libraries, with their newest releases
+# make test-oldest    those of import and export, with the oldest releases
 # make lint       formatting, lint, types
 # make docs       build the documentation's site into build/docs; warnings are errors
 # make tpu-aot    install the compiler for TPUs, for planning without one (docs/planning.md)
@@ -77,7 +78,7 @@ build/gpu-wheels/downloaded: constraints.txt | install
 	    array-record backports.zstd beartype cattrs grain ml-collections portpicker tensorboardX
 	touch $@
 
-# `make test MARKS='not exhaustive'` is the longer selection of `.ci/run`.
+# `make test MARKS='not exhaustive'` is the longer selection; `.ci/run` divides it between this and `make test-newest`.
 MARKS = not slow and not extra
 test: install-dev
 	$(PY) -m pytest -n auto --dist worksteal -m '$(MARKS)'
@@ -89,12 +90,13 @@ test-all: install-dev
 # constraints, so that a change in them is seen; the oldest are those of the extra hf.
 OLDEST = $(shell sed -n 's/^hf = .*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 test-newest: HF = accelerate huggingface-hub safetensors tokenizers transformers
+test-newest: FILES = $(shell grep -l pytest.mark.hf tests/*.py)
+test-oldest: FILES = tests/test_export.py tests/test_import.py
 test-oldest: HF = 'transformers==$(OLDEST).*' 'huggingface-hub<2' 'tokenizers<=0.23.0' httpx httpcore h11
 test-newest test-oldest: test-%: install-dev
 	rm -rf .venv/$*
 	$(PIP) --upgrade --no-deps --target .venv/$* $(HF)
-	PYTHONPATH=$(CURDIR)/.venv/$* $(PY) -m pytest -n auto --dist worksteal -m 'hf and not slow' \
-	    tests/test_export.py tests/test_import.py
+	PYTHONPATH=$(CURDIR)/.venv/$* $(PY) -m pytest -n auto --dist worksteal -m 'hf and not slow' $(FILES)
 
 .venv/docs-installed: .venv/installed
 	$(PIP_INSTALL) --editable '.[docs]'

@@ -35,7 +35,7 @@ from dape_jax.storage import is_remote
 Content = str | bytes | Integer[np.ndarray, "_"]  # text of a record, (part of) a text file, or token ids
 
 PIECE_BYTES = 2**24  # a longer text that is a whole split is cut into documents of this length
-_ARROW = (b"ARROW1", b"\xff\xff\xff\xff")  # first bytes of a file and of a stream
+_ARROW_FILE, _ARROW_STREAM = b"ARROW1", b"\xff\xff\xff\xff"  # first bytes
 _VALUE_BYTES = 2**30  # longest JSON value: a line, or a whole file
 _ROWS = 16  # rows of parquet in memory at a time
 _BLOCK = 2**20  # bytes that are read at a time to find separators
@@ -165,7 +165,8 @@ def _records(path: str, config: PrepareConfig, is_alone: bool) -> Iterator[Conte
 def _values(path: str, content: Any, head: bytes, config: PrepareConfig) -> Iterable[Any] | None:
     """Return the rows of a table or the values of JSON in a file, or None: it is text, as JSON without the field is."""
     name = re.sub(r"\.(gz|bz2|xz|zst)$", "", path.lower())
-    if (head.startswith((b"PAR1", *_ARROW)) and b"\0" in head) or name.endswith((".parquet", ".arrow")):
+    is_table = head.startswith((b"PAR1", _ARROW_FILE, _ARROW_STREAM)) and b"\0" in head
+    if is_table or name.endswith((".parquet", ".arrow")):
         return _rows(path, content, head, config)
     if name.endswith((".jsonl", ".ndjson")):
         return _lines(content)
@@ -192,18 +193,22 @@ def _rows(path: str, content: Any, head: bytes, config: PrepareConfig) -> Iterat
 
     fields = [config.text_field, *(field for field, _ in config.conditions)]
     batches: Iterable[Any]
-    if head.startswith(_ARROW):
-        file = ipc.open_file(content) if head.startswith(_ARROW[0]) else ipc.open_stream(content)
-        names, columns = file.schema.names, {name for field in fields for name in (field, field.partition(".")[0])}
-        every = map(file.get_batch, range(file.num_record_batches)) if head.startswith(_ARROW[0]) else file
-        batches = (batch.select([name for name in names if name in columns]) for batch in every)
+    if head.startswith(_ARROW_FILE):
+        file = ipc.open_file(content)
+        names, batches = file.schema.names, map(file.get_batch, range(file.num_record_batches))
+    elif head.startswith(_ARROW_STREAM):
+        batches = ipc.open_stream(content)
+        names = batches.schema.names
     else:
         # The default limits refuse files with many columns and row groups.
         limits = dict.fromkeys(("thrift_string_size_limit", "thrift_container_size_limit"), 2**31 - 1)
         file = parquet.ParquetFile(content, pre_buffer=False, **limits)
         names, batches = file.schema_arrow.names, file.iter_batches(_ROWS, columns=fields, use_threads=False)
+    needed = {name for field in fields for name in (field, field.partition(".")[0])}
     for batch in batches:
-        yield from (dict.fromkeys(names) | row for row in batch.to_pylist())  # the names of all columns, for messages
+        columns = [i for i, name in enumerate(batch.schema.names) if name in needed]
+        rows = batch.select(columns).to_pylist()
+        yield from (dict.fromkeys(names) | row for row in rows)  # the names of all columns, for messages
 
 
 def _lines(content: Any) -> Iterator[Any]:
