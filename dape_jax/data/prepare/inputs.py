@@ -48,7 +48,7 @@ _COMPRESSIONS: dict[bytes, Callable[..., Any]] = {  # first bytes, as a pattern,
     ),
 }
 _HEAD_BYTES = 8192
-_OF_DATASETS = ("dataset_dict.json", "dataset_info.json", "state.json")  # descriptions that `save_to_disk` writes
+_DATASETS_METADATA = ("dataset_dict.json", "dataset_info.json", "state.json")  # of `save_to_disk`
 
 
 class InputFile(NamedTuple):
@@ -66,7 +66,7 @@ def find_files(paths: Iterable[str], excluded: Collection[Path] = (), field: str
     A path is "stdlib" (the source of this interpreter's standard library), a directory (every file under it, except
     hidden files and linked directories), a glob (`**` descends), one file, or the URL of any of these on a file system
     supported by fsspec (gs://, s3://, hf://). A pair of .bin and .idx counts as its .bin. Files under the `excluded`
-    directories are left out, and so are descriptions beside the .arrow files of the library datasets.
+    directories are left out, and so is the metadata beside the .arrow files of the library datasets.
 
     Raises:
         InputError: a path has no files, or cannot be read. The message names `field`.
@@ -77,7 +77,7 @@ def find_files(paths: Iterable[str], excluded: Collection[Path] = (), field: str
             found = _find_remote(path) if is_remote(path) else map(_stat, _find_local(path))
             kept = [file for file in found if not any(Path(file.path).is_relative_to(each) for each in excluded)]
         if any(file.path.endswith(".arrow") for file in kept):
-            kept = [file for file in kept if os.path.basename(file.path) not in _OF_DATASETS]
+            kept = [file for file in kept if os.path.basename(file.path) not in _DATASETS_METADATA]
         corpora = sorted({os.path.dirname(file.path) for file in kept if os.path.basename(file.path) == SIDECAR_FILE})
         allowed = f"must be text, not a prepared corpus, as in {corpora[:1]}: train on that with --config.data.path"
         require(not corpora, field, path, allowed)
