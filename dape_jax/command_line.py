@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import io
 import logging
 import os
@@ -77,6 +78,7 @@ def run(
         spec = [recipes.read_config(given["config"], fields, given["import"])] if config else []
         main(*map(from_flags, settings[:1]), *spec, *arguments[1:])
 
+    gc.set_threshold(100_000)  # imports and tracing make many objects: by default a tenth of the start is collections
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for text that the locale cannot represent
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # None if it was closed, as by `2>&-`

@@ -134,32 +134,33 @@ def step_names(workdir: epath.PathLike) -> list[str]:
 # ---- digests
 
 
-@functools.partial(jax.jit, static_argnames="sharding")
-def _sums(leaves: list[Array], sharding: NamedSharding | None) -> UInt32[Array, "leaves 2"]:
-    """Return two wrap-around sums of hashes for each array; each word is hashed together with its index.
+@jax.jit  # one trace for all leaves of a shape
+def _sums(leaf: Array) -> UInt32[Array, "2"]:
+    """Return two wrap-around sums of hashes of an array; each word is hashed together with its index.
 
     For a given index the hash is one-to-one, so changing one word changes both sums. Integer sums do not depend on the
     order of their terms, and therefore not on the mesh. Each array is read once, and no array of its size is written.
     """
+    leaf = leaf.astype(jnp.uint8) if leaf.dtype == bool else leaf
+    unsigned = f"uint{min(8 * leaf.dtype.itemsize, 32)}"  # 8 bytes become two words, in a new last dim
+    words = jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
+    index = jnp.zeros(words.shape, jnp.uint32)
+    for dim, size in enumerate(words.shape):
+        index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+    index = index * np.uint32(0x9E3779B1)
+    hashed = (words ^ index ^ (index >> 15)) * np.uint32(0x85EBCA77)
+    hashed = (hashed ^ (hashed >> 13)) * np.uint32(0xC2B2AE3D)
+    hashed = hashed ^ (hashed >> 16)
+    again = hashed * np.uint32(0x27D4EB2F)
+    again = again ^ (again >> 15)
+    # One reduction for both sums: with two, the compiler writes the hashes to memory for the second.
+    zero, dims = np.uint32(0), tuple(range(words.ndim))
+    return jnp.stack(jax.lax.reduce((hashed, again), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), dims))
 
-    def sums(leaf: Array) -> Array:
-        leaf = leaf.astype(jnp.uint8) if leaf.dtype == bool else leaf
-        unsigned = f"uint{min(8 * leaf.dtype.itemsize, 32)}"  # 8 bytes become two words, in a new last dim
-        words = jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
-        index = jnp.zeros(words.shape, jnp.uint32)
-        for dim, size in enumerate(words.shape):
-            index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
-        index = index * np.uint32(0x9E3779B1)
-        hashed = (words ^ index ^ (index >> 15)) * np.uint32(0x85EBCA77)
-        hashed = (hashed ^ (hashed >> 13)) * np.uint32(0xC2B2AE3D)
-        hashed = hashed ^ (hashed >> 16)
-        again = hashed * np.uint32(0x27D4EB2F)
-        again = again ^ (again >> 15)
-        # One reduction for both sums: with two, the compiler writes the hashes to memory for the second.
-        zero, dims = np.uint32(0), tuple(range(words.ndim))
-        return jnp.stack(jax.lax.reduce((hashed, again), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), dims))
 
-    stacked = jnp.stack([sums(leaf) for leaf in leaves])
+@functools.partial(jax.jit, static_argnames="sharding")
+def _sums_of(leaves: list[Array], sharding: NamedSharding | None) -> UInt32[Array, "leaves 2"]:
+    stacked = jnp.stack([_sums(leaf) for leaf in leaves])
     return stacked if sharding is None else jax.lax.with_sharding_constraint(stacked, sharding)
 
 
@@ -169,7 +170,7 @@ def leaf_digests(items: dict[str, Any]) -> dict[str, str]:
         return {}
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(items), strict=True)
     shardings = [leaf.sharding for leaf in leaves if isinstance(leaf.sharding, NamedSharding)]
-    sums = np.asarray(_sums(list(leaves), NamedSharding(shardings[0].mesh, PartitionSpec()) if shardings else None))
+    sums = np.asarray(_sums_of(list(leaves), NamedSharding(shardings[0].mesh, PartitionSpec()) if shardings else None))
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
     return {name: f"{one:08x}{other:08x}" for name, (one, other) in zip(names, sums, strict=True)}
 
