@@ -363,7 +363,7 @@ def test_the_command_line_runs_tasks(model, tasks, tmp_path):
         arguments += [f"--model_args=workdir={workdir},max_length=100", f"--include_path={tasks}"]
         return [*arguments, "--batch_size=4", f"--output_path={tmp_path}/out"]
 
-    done = run_python("-m", "dape_jax.tools.lm_eval", *command(model.info.workdir))
+    done = run_python("-c", OWN_TASKS, *command(model.info.workdir))
     assert done.returncode == 0, done.stderr
     assert "|words_until " in done.stdout
     assert "fork" not in done.stderr
