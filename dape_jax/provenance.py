@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import uuid
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -104,8 +105,8 @@ def make_results_directory(directory: epath.PathLike, field: str = "output") -> 
         field: name of the flag or argument with the directory, for messages.
 
     Raises:
-        InputError: the directory cannot be created; or it is in results/, the source has uncommitted changes, and the
-            environment variable `DAPE_ALLOW_DIRTY_RESULTS` is not 1.
+        InputError: the directory cannot be written to; or it is in results/, the source has uncommitted changes, and
+            the environment variable `DAPE_ALLOW_DIRTY_RESULTS` is not 1.
     """
     path = epath.Path(directory)
     if absolute(path).is_relative_to(ROOT / "results") and not os.environ.get(ALLOW_DIRTY):
@@ -115,6 +116,7 @@ def make_results_directory(directory: epath.PathLike, field: str = "output") -> 
     try:
         if not is_remote(path):  # a bucket has no directories
             path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise InputError(f"{field} = {str(directory)!r}: cannot be written to: {error}") from error
     return path

@@ -813,6 +813,8 @@ def test_results_of_the_repository_name_the_commit_that_made_them(tmp_path: Path
     provenance.make_results_directory(tmp_path / "third")
     with pytest.raises(InputError, match=r"output = .*source\.py.*cannot be written to"):
         provenance.make_results_directory(source)
+    with pytest.raises(InputError, match=r"output = '/proc': cannot be written to"):  # found before the work begins
+        provenance.make_results_directory("/proc")
     monkeypatch.setenv(provenance.ALLOW_DIRTY, "1")
     provenance.make_results_directory(results / "third")
 
@@ -896,6 +898,15 @@ def test_checkpoints_are_evaluated_as_they_appear(tmp_path, monkeypatch):
         watch(["6"])
     watch([], ["2"], ["4", "2"], ["6", "4"], ["8"], ["8"], ["10", "8"])
     assert ran == [("2", "step_2"), ("8", "step_8"), ("10", "step_10")]
+
+
+def test_a_run_whose_training_has_not_ended_is_named(runs, monkeypatch, caplog):
+    number, saved = checkpoint.restore_config(runs[0])
+    read_trained(runs[0], "newest", {})
+    assert not caplog.messages
+    monkeypatch.setattr(checkpoint, "restore_config", lambda *_: (number - 1, saved))
+    read_trained(runs[0], "newest", {})
+    assert caplog.messages == [f"{runs[0]}: step {number - 1} of {number}, its training has not ended"]
 
 
 def test_the_interval_of_a_single_length_is_drawn():

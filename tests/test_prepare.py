@@ -430,6 +430,12 @@ def test_the_files_of_a_validation_set_are_held_out(tmp_path: Path):
     write_input("tex", tmp_path / "in")
     made = prepare(config(tmp_path / "in", tmp_path / "out", validation=(f"{tmp_path}/in/0*.tex",))).corpus
     assert texts(made) == DOCUMENTS[10:] + DOCUMENTS[:10]  # also those that are in the input
+    for i in range(10):  # linked files are these files
+        (tmp_path / f"link{i}").symlink_to(tmp_path / f"in/0{i}.tex")
+    sources = f"{tmp_path}/in,{tmp_path}/link*"
+    made = prepare(config(sources, tmp_path / "linked", validation=(f"{tmp_path}/link*",))).corpus
+    assert texts(made) == DOCUMENTS[10:] + DOCUMENTS[:10]
+    assert sorted(texts(prepare(config(sources, tmp_path / "both")).corpus)) == sorted(DOCUMENTS)
     train, test = (write(tmp_path / f"{name}.txt", TEXT.encode()) for name in ("train", "test"))
     made = prepare(config(train, tmp_path / "c", validation=(str(test),), max_length=1000)).corpus
     assert "".join(texts(made)) == 2 * TEXT  # longer texts are cut, if nothing else is in their split

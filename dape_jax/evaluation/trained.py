@@ -6,6 +6,7 @@ are never written here. Next: `programs.py`.
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -26,6 +27,8 @@ from dape_jax.storage import absolute
 from dape_jax.training import checkpoint
 from dape_jax.training.source import load_corpora
 from dape_jax.training.step import abstract_params
+
+logger = logging.getLogger(__name__)
 
 AnyRunConfig = TypeVar("AnyRunConfig", bound=RunConfig | TaskRunConfig)
 UNGROUPED = (*RESUMABLE_FIELDS, "model.vocab_multiple")  # config fields that do not change results
@@ -100,6 +103,8 @@ def read_trained(
     number, saved = checkpoint.restore_config(workdir, step)
     saved["config"]["evaluation"] |= overrides
     run = config.from_dict(saved["config"])
+    if step == "newest" and "imported" not in saved and number < run.train.num_steps:
+        logger.warning("%s: step %d of %d, its training has not ended", workdir, number, run.train.num_steps)
     if mesh is None:
         mesh = mesh_of_all_devices(run.model.width)
     else:

@@ -89,7 +89,8 @@ def prepare(config: PrepareConfig, is_cache: bool = False) -> Prepared:
         logger.info("held out: about the last %.3g %%, after %s bytes or ids: %s", percent, f"{record.cut:,}", few)
     if counts := record.skipped + record.rejected:
         level = logging.WARNING if record.rejected or record.skipped["too long"] else logging.INFO
-        logger.log(level, "left out: %s; see %s", described(counts), output / REJECTED_FILE)
+        see = f"; see {output / REJECTED_FILE}" if counts.keys() != {"filtered"} else ""  # it lists the others
+        logger.log(level, "left out: %s%s", described(counts), see)
     return Prepared(open_corpus(output), record)
 
 
@@ -128,8 +129,8 @@ def find_inputs(config: PrepareConfig, excluded: Collection[Path]) -> Inputs:
     files, held_out, tokenizer = find_files(config.input, excluded), list[InputFile](), None
     if config.validation:
         held_out = find_files(config.validation, excluded, "validation")
-        paths = {file.path for file in held_out}
-        files = [file._replace(split="train") for file in files if file.path not in paths]
+        paths = {os.path.realpath(file.path) for file in held_out}
+        files = [file._replace(split="train") for file in files if os.path.realpath(file.path) not in paths]
         require(bool(files), "input", ",".join(config.input), "must have files that are not in validation")
     options = ("text_field", "min_length", "max_length", "validation_fraction")
     recipe: dict[str, Any] = {"format_version": FORMAT_VERSION, "where": config.conditions}

@@ -83,7 +83,8 @@ def find_files(paths: Iterable[str], excluded: Collection[Path] = (), field: str
         require(not corpora, field, path, allowed)
         allowed = f"no files there; give a file, a directory or a glob that matches files, or {STDLIB!r}"
         require(len(kept) > 0, field, path, allowed)
-        files |= {file.path: file for file in kept}
+        for file in kept:  # a linked file has several paths; Python's stay, so that its corpus is the same everywhere
+            files.setdefault(file.path if path == STDLIB else os.path.realpath(file.path), file)
     return list(files.values())
 
 
@@ -110,8 +111,7 @@ def _find_local(path: str) -> list[str]:
     elif os.path.exists(root):
         found = [root]
     else:
-        matches = sorted(glob.glob(root, recursive=True), reverse=True)
-        found = {os.path.realpath(match): match for match in matches}.values()  # ** follows circular links
+        found = glob.glob(root, recursive=True)
     return sorted(file for file in found if os.path.isfile(file))
 
 
