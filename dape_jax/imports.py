@@ -19,7 +19,8 @@ def import_modules(names: Sequence[str], field: str) -> None:
         sys.path.append(os.getcwd())
     for name in names:
         parts = str(name).split(".")
-        require(all(map(str.isidentifier, parts)), field, name, "must be the name of a module, without .py")
+        is_name = all(map(str.isidentifier, parts)) and parts[1:] != ["py"]
+        require(is_name, field, name, "must be the name of a module, without .py")
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:

@@ -205,7 +205,10 @@ def test_remote_files_are_read(tmp_path: Path, expected: Corpus):
     system, root = fsspec.filesystem("memory"), f"/{tmp_path.name}"
     system.pipe(f"{root}/a.jsonl", b"".join(LINES[:20]))
     system.pipe(f"{root}/b.jsonl.gz", members(gzip.compress, b"".join(LINES[20:])))
-    for i, source in enumerate((f"memory:/{root}", f"memory:/{root}/a.jsonl,memory:/{root}/*.jsonl.gz")):
+    for hidden in (".git/config.jsonl", "c/.cache/d.jsonl.gz", ".e.jsonl.gz"):
+        system.pipe(f"{root}/{hidden}", LINES[0])
+    everything = f"memory:/{root}/**"
+    for i, source in enumerate((f"memory:/{root}", everything, f"memory:/{root}/a.jsonl,memory:/{root}/*.jsonl.gz")):
         assert prepare(config(source, tmp_path / f"{i}")).corpus.digest == expected.digest
     system.pipe(f"{root}/a.jsonl", b"".join(LINES))
     with pytest.raises(InputError, match="was made with"):

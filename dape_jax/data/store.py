@@ -115,7 +115,7 @@ def parse_mixture(mixture: str) -> dict[str, float]:
         InputError: a weight is missing or not positive, or a path is missing or named twice.
     """
     items = [item.rpartition("=")[::2] for item in mixture.split(",")]
-    weights = {path: float(weight) for path, weight in items if re.fullmatch(r"[0-9]+(\.[0-9]+)?", weight)}
+    weights = {path: float(weight) for path, weight in items if re.fullmatch(r"[0-9]*\.?[0-9]+(e-?[0-9]+)?", weight)}
     is_valid = len(weights) == len(items) and all(weights) and min(weights.values()) > 0
     allowed = "must be PATH=WEIGHT,PATH=WEIGHT with different paths, without commas in them, and positive weights"
     require(is_valid, "data.mixture", mixture, allowed)

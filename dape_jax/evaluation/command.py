@@ -62,9 +62,11 @@ def main(given: Flags) -> None:
         from dape_jax.evaluation.figures import redraw
         from dape_jax.provenance import make_results_directory
 
-        file = to_path(given.plot, "--plot")
+        file, options = to_path(given.plot, "--plot"), command_line.from_flags(Options)
+        shown = ("baseline", "group_seeds", "labels", "format")
+        options.refuse("--workdir", *(name for name in vars(options) if name not in shown))
         output = make_results_directory(to_path(given.output, "--output")) if given.output else None
-        print(f"\nfigure: {redraw(file, command_line.from_flags(Options), output).figure}")
+        print(f"\nfigure: {redraw(file, options, output).figure}")
         return
 
     use_compilation_cache(given.compilation_cache)

@@ -92,10 +92,11 @@ def _find_remote(url: str) -> list[InputFile]:
     system, path = fsspec.url_to_fs(url)
     found = system.glob(path, detail=True) if glob.has_magic(path) else system.find(path, detail=True)
     infos = {name: found[name] or system.info(name) for name in sorted(found)}  # of one https:// file, `find` gives {}
+    given = re.split(r"[*?\[]", path)[0].rstrip("/")
     return [
         InputFile(system.unstrip_protocol(name), info["size"] or 0, system.ukey(name))
         for name, info in infos.items()
-        if info["type"] == "file" and not os.path.basename(name).startswith(".")
+        if info["type"] == "file" and "/." not in name.removeprefix(given)
     ]
 
 
