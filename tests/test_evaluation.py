@@ -479,7 +479,13 @@ def test_a_figure_is_drawn_again_from_the_json_and_its_pdf_has_truetype_fonts(tm
     saved = figures.save("lengths", tmp_path, json.loads(QUICKSTART.read_text())["runs"], options)
     assert saved.table == drawn.table
     assert (tmp_path / "lengths.pdf").read_bytes() == pdf
-    for name, words in (("other", "must be lengths.json"), ("delta", "must be the JSON of an evaluation")):
+    (tmp_path / "positions.json").write_text('{"runs": [{"name": "a"}]}')
+    wrong = {
+        "other": "must be lengths.json",
+        "delta": "must be the JSON of an evaluation",
+        "positions": "cannot be read",
+    }
+    for name, words in wrong.items():
         with pytest.raises(InputError, match=words):
             figures.redraw(epath.Path(tmp_path / f"{name}.json"), Options(), None)
 

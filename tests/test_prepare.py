@@ -417,6 +417,12 @@ def test_a_separator_is_given_with_escapes_and_named_if_it_is_seen(tmp_path: Pat
 
     number, said = warned("a")
     assert "--document_separator='<|endoftext|>' " in said
+    several = write(tmp_path / "several.txt", b"one</s>two</s>three</s>")
+    with caplog.at_level(logging.WARNING, "dape_jax"):  # separators that divide none of many files
+        prepare(config(f"{write_input('tex', tmp_path / 'in')}", tmp_path / "many", document_separator="###"))
+        prepare(config(several, tmp_path / "several"))
+    assert "'###': separates nothing" in caplog.text
+    assert "--document_separator='</s>' " in caplog.text
     assert (number, warned("b", document_separator="<|endoftext|>")) == (2, (40, ""))
     assert "'###': separates nothing" in warned("c", document_separator="###")[1]
     write(source, "\n\n".join(text.replace("\n", "") for text in DOCUMENTS).encode())

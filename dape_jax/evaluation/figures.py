@@ -20,6 +20,7 @@ from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.report import ReportPaths, Results, Table, number, with_interval
 from dape_jax.evaluation.statistics import BINS_PER_OCTAVE
 from dape_jax.evaluation.styles import styles_of
+from dape_jax.storage import read_errors
 
 TABLE_LENGTHS = (10, 20, 40, 100, 200, 300, 400, 500)  # columns of the accuracies, if there are more than 8 lengths
 LOG_FROM = 3  # an axis is logarithmic if its largest value is more than this times its smallest
@@ -358,8 +359,9 @@ def redraw(file: epath.Path, options: Options, output: epath.Path | None) -> Rep
     """Write table and figure of an evaluation's JSON again, to its directory by default; the JSON is not changed.
 
     Raises:
-        InputError: the file has no results.
+        InputError: the file has no results, or is damaged.
     """
     require(file.stem in TABLES, "--plot", str(file), f"must be {', '.join(f'{stem}.json' for stem in TABLES)}")
-    _, table = table_of(file.stem, report.read_results(file), options)
+    with read_errors("--plot", str(file)):
+        _, table = table_of(file.stem, report.read_results(file), options)
     return report.save(file.stem, output or file.parent, None, table, options.format)

@@ -87,6 +87,8 @@ def prepare(config: PrepareConfig, is_cache: bool = False) -> Prepared:
     if record.cut is not None:
         percent, few = 100 * config.validation_fraction, "there are too few documents to choose whole ones"
         logger.info("held out: about the last %.3g %%, after %s bytes or ids: %s", percent, f"{record.cut:,}", few)
+    if config.separator and record.num_documents.total() - (record.cut is not None) <= len(inputs.files):
+        logger.warning("document_separator = %r: separates nothing in the input", config.document_separator)
     if counts := record.skipped + record.rejected:
         level = logging.WARNING if record.rejected or record.skipped["too long"] else logging.INFO
         see = f"; see {output / REJECTED_FILE}" if counts.keys() != {"filtered"} else ""  # it lists the others

@@ -29,7 +29,6 @@ from dape_jax.errors import require
 
 logger = logging.getLogger(__name__)
 
-_SEPARATOR = END_TOKENS[0]  # usual between the documents of a text file
 _SHOWN = 4  # details in a message
 
 
@@ -116,16 +115,13 @@ def find_cut(inputs: Inputs) -> int | None:
             next(_documents(inputs._replace(files=named), field))
     if config.validation:
         return None
-    splits, total, is_separated = set(), 0, False
+    splits, total = set(), 0
     for found in _documents(inputs, "input"):
         splits.add(found.split)
         total += len(found.content)
-        is_separated |= found.number > 1
         is_one_text = found.is_text and len(files) == 1 and config.separator is None
         if not 0 < config.validation_fraction < 1 or (len(splits) == len(SPLITS) and not is_one_text):
             return None
-    if config.separator and not is_separated:
-        logger.warning("document_separator = %r: separates nothing in the input", config.document_separator)
     return min(max(1, round(total * (1 - config.validation_fraction))), total - 1)
 
 
@@ -147,9 +143,10 @@ def _documents(inputs: Inputs, field: str) -> Iterator[Found]:
             continue
         num_documents += 1
         if num_documents == 1 and found.is_text and isinstance(content, bytes):
-            if (count := content.count(_SEPARATOR.encode())) > 1:
-                flag = f"--document_separator='{_SEPARATOR}' (in training, --config.data.document_separator)"
-                logger.warning("%s has %d times %s: %s divides it", path, count, _SEPARATOR, flag)
+            for token in END_TOKENS:  # usual between the documents of a text file
+                if (count := content.count(token.encode())) > 1:
+                    flag = f"--document_separator='{token}' (in training, --config.data.document_separator)"
+                    logger.warning("%s has %d times %s: %s divides it", path, count, token, flag)
             if all(re.search(r"\.(json|csv|tsv)(\.(gz|bz2|xz|zst))?$", each.path.lower()) for each in files):
                 advice = "records are read from JSON lines, parquet and JSON arrays of objects (see --text_field)"
                 logger.warning("%s is read as text, without the field %r: %s", path, config.text_field, advice)
