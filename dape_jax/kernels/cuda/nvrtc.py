@@ -5,6 +5,7 @@ In: sources, macros and an architecture. Out: PTX or machine code, which is kept
 neither imports another part of the package.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -30,12 +31,14 @@ def nvrtc() -> ctypes.CDLL:
     Raises:
         OSError: there is none.
     """
-    wheels = (path for folder in sys.path for path in sorted(Path(folder).glob("nvidia/*/lib/libnvrtc.so.1*")))
-    for name in (*map(str, wheels), "libnvrtc.so.13", "libnvrtc.so.12", "/usr/local/cuda/lib64/libnvrtc.so"):
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            pass
+    # CUDA 12 ("cuda_nvrtc") before 13 ("cu13"): JAX may be for either, and its assembler takes older code, not newer.
+    wheels = [x for folder in sys.path for x in sorted(Path(folder).glob("nvidia/*/lib/libnvrtc.so.1*"), reverse=True)]
+    for path in (*wheels, *map(Path, ("libnvrtc.so.13", "libnvrtc.so.12", "/usr/local/cuda/lib64/libnvrtc.so"))):
+        with contextlib.suppress(OSError):
+            if path.is_absolute():  # NVRTC 13.0 does not look beside itself for the library that it needs
+                for builtins in path.parent.glob("libnvrtc-builtins.so.1*"):
+                    ctypes.CDLL(str(builtins))
+            return ctypes.CDLL(str(path))
     raise OSError("NVRTC was not found; pip install nvidia-cuda-nvrtc")
 
 
