@@ -260,12 +260,12 @@ def _gradient_scale(dout: Array, v: Array, operator: Operator) -> Float[Array, "
     def longest(x: Array) -> Array:
         return jnp.sqrt(jnp.max(jnp.sum(x.astype(jnp.float32) ** 2, -1)))
 
-    gain = jnp.ones(())
+    gain = one = jnp.ones((), jnp.float32)  # as the kernel reads it, also with `jax_enable_x64`
     if operator.output_WCH.size:
         second = jnp.abs(operator.output_WCH).sum((0, 2)).max()
         gain = jnp.maximum(second, 1 + second * jnp.abs(operator.scores_WHC).sum((0, 2)).max())
     exponent = jnp.floor(jnp.log2(MAX_GRADIENT / (2 * longest(dout) * longest(v) * gain)))
-    return jnp.ldexp(jnp.ones(()), jnp.clip(exponent, -100, 100).astype(jnp.int32))
+    return jnp.ldexp(one, jnp.clip(exponent, -100, 100).astype(jnp.int32))
 
 
 def _gradients_of_rows(call, q, k, v, dout, lse, delta, first, operator, grad_scale):
@@ -302,7 +302,7 @@ def _gradients_of_rows(call, q, k, v, dout, lse, delta, first, operator, grad_sc
     d_knee = d_tables[start:][:num_distances, :channels].T / (1 - SLOPE)
     d_added = d_tables[start - ahead :][:num_distances, channels:].T[slots]
     if channels == 0:
-        return [dk, dv, *(jnp.zeros(x.shape) for x in operator[:3]), d_added], (dq, *operator[4:])
+        return [dk, dv, *(jnp.zeros(x.shape, jnp.float32) for x in operator[:3]), d_added], (dq, *operator[4:])
     d_first, d_second, d_left_knee, d_left_added = (x.sum(0) / grad_scale for x in parts)
     d_first = d_first.reshape(width, t.slots, channels)[:, slots] / LOG2E
     d_second = d_second.reshape(width, channels, t.slots)[:, :, slots]

@@ -39,6 +39,7 @@ def launch(
     tiling: Tiling, grid: tuple[int, int, int], out: list, arrays: list[Array], ints: list[int], scale: float
 ) -> list[Array]:
     """Run a kernel in the emulator. 16-bit numbers are stored as float32; with float32 queries they are not rounded."""
+    assert {x.dtype.name for x in arrays} <= {tiling.dtype, "float16", "float32", "int32"}  # no conversion on a GPU
     rounds = {} if tiling.dtype == "float32" else {"ROUND": 1}
     defines = tuple((tiling.defines() | rounds).items())
 
