@@ -4,6 +4,7 @@
 XLA's implementation of the same function where values are computed. The kernels in CUDA run in an emulator.
 """
 
+import ctypes
 import functools
 import json
 import os
@@ -26,7 +27,7 @@ from test_kernels import HAS_COMPILER, Case, assert_close, compiled
 
 from benchmarks import cuda_compiled
 from dape_jax.kernels import attend_fused, cuda, gpu, why_not_fused
-from dape_jax.kernels.cuda import compiler, emulator, tiling
+from dape_jax.kernels.cuda import compiler, emulator, nvrtc, tiling
 from dape_jax.model.attention import Auto, Blockwise, Dense, Fused
 from dape_jax.model.biases import BIASES
 from dape_jax.model.processors import DapeConfig, ScoreMod
@@ -226,6 +227,34 @@ def test_what_the_kernels_in_cuda_take(monkeypatch):
     monkeypatch.setattr(compiler, "_launcher", lambda: None)
     with pytest.raises(ZeroDivisionError):  # the compiler is looked for last
         ask()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_arrays_have_the_dtypes_that_the_kernels_read(plain):
+    """With `jax_enable_x64` too; the emulator's launcher checks them."""
+    case = Case(plain=plain)
+    both, params = case.run(CUDA)
+    with jax.enable_x64(True):
+        out, _ = jax.eval_shape(both, params, *case.arrays(), *case.positions())
+    assert out.dtype == jnp.float32
+
+
+def test_the_oldest_compiler_is_loaded_after_its_library(monkeypatch, tmp_path):
+    """NVRTC 13.0 finds the library only if it is loaded; ptxas of CUDA 12 does not take the PTX of 13."""
+    names = ["cuda_nvrtc/lib/libnvrtc-builtins.so.12.9", "cuda_nvrtc/lib/libnvrtc.so.12"]
+    for name in (*names, "cu13/lib/libnvrtc-builtins.so.13.0", "cu13/lib/libnvrtc.so.13"):
+        (tmp_path / "nvidia" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "nvidia" / name).touch()
+    loaded: list[str] = []
+
+    class Library(ctypes.CDLL):
+        def __init__(self, name):
+            loaded.append(name)
+
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(ctypes, "CDLL", Library)
+    nvrtc.nvrtc.__wrapped__()
+    assert loaded == [str(tmp_path / "nvidia" / name) for name in names]
 
 
 @pytest.fixture

@@ -228,9 +228,9 @@ static void launch(const int* grid, int threads, size_t shared, int seed, void (
         for (int left = threads; left;) {
             std::shuffle(order.begin(), order.end(), random);
             for (int w : order)
-                for (int turn = 0; turn < 64; turn++)
+                for (int turn = 0, mask = random() % 32; turn < 64; turn++)
                     for (int lane = 0; lane < 32; lane++) {
-                        current = 32 * w + lane;
+                        current = 32 * w + (lane ^ mask);
                         if (fibers[current].done) continue;
                         fiber_switch(&main_sp, fibers[current].sp);
                         if (fibers[current].done) left--, block.live--;
