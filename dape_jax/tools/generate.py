@@ -20,7 +20,9 @@ class Flags:
 
     workdir: str = flag(dataclasses.MISSING, "Run directory.")
     prompt: tuple[str, ...] = flag((), "Text to continue; repeat for a batch.", repeated=True)
-    prompt_file: str | None = flag(None, "File whose whole content, including a final newline, is another prompt.")
+    prompt_file: tuple[str, ...] = flag(
+        (), "File whose whole content, including a final newline, is another prompt; repeat for several.", repeated=True
+    )
     max_new_tokens: int = flag(256, "Maximum number of tokens per completion; it ends earlier if its document ends.")
     temperature: float = flag(0.8, "Divisor of the logits; 0 is greedy, the most probable token.")
     top_k: int = flag(40, "Sample from this number of most probable tokens; 0 for all.")
@@ -42,9 +44,9 @@ class Flags:
 def main(given: Flags) -> None:
     """Complete the prompts."""
     prompts = [os.fsencode(prompt) for prompt in given.prompt]
-    if given.prompt_file is not None:
-        with read_errors("--prompt_file", given.prompt_file):
-            prompts.append(to_path(given.prompt_file, "--prompt_file").read_bytes())
+    for file in given.prompt_file:
+        with read_errors("--prompt_file", file):
+            prompts.append(to_path(file, "--prompt_file").read_bytes())
 
     use_compilation_cache()
     from dape_jax.tools.completion import Sampling, complete  # after the flags are checked: JAX takes seconds to import
