@@ -33,13 +33,13 @@ HARMLESS = re.compile(
     r"|.*label.*|problem_type|task_.*|finetuning_task|summary_.*|output_(attentions|hidden_states|scores|past)"
     r"|return_dict.*|generation.*|(use_)?cache(_implementation)?|is_decoder|do_sample|temperature|top_[kp]|typical_p"
     r"|num_beam.*|num_return_sequences|early_stopping|.*_penalty|.*no_repeat_ngram_size|bad_words_ids"
-    r"|(max|min)_(new_tokens|length)|n_special|predict_special_tokens"
+    r"|(max|min)_(new_tokens|length)|n_special|predict_special_tokens|custom_pipelines|num_steps|type_vocab_size"
     # computation: dtypes, kernels, lengths that nothing depends on, and experts, which `family_of` refuses unless none
     r"|(torch_)?dtype|(use_)?(bfloat16|float16|bf16|fp16)|.*softmax_in_fp32|.*flash_att.*|attn_implementation|torchscript"
     r"|max_window_layers|chunk_size_feed_forward|.*expert.*|(model_)?max_(seq|sequence)?_?len(gth)?|seq_len(gth)?"
 )
 # Fields whose default in transformers or a model's own code, which our models have, is not null, false or empty.
-DEFAULTS = {"is_causal": True, "scale_attn_weights": True}
+DEFAULTS = {"is_causal": True, "scale_attn_weights": True, "partial_rotary_factor": 1}
 DEFAULTS |= {"full_attn_mod": 1, "interpolate_factor": 1, "rotary_scaling_factor": 1}  # of Phi-4-mini and StableLM
 # Buffers that older versions of transformers saved with the parameters.
 BUFFERS = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.masked_bias")
