@@ -255,6 +255,8 @@ def test_generation_with_beams_samples_and_hidden_states(exported):
 
 def test_arguments_that_would_be_ignored_are_refused(exported):
     model, x = load_model(exported("llama")[1]), torch.tensor(tokens())
+    with pytest.raises(ValueError, match="quantization_config = 'dict': must be None"):
+        type(model)(type(model.config)(quantization_config={"quant_method": "torchao"}))
     hole = torch.tensor([[1] * 5 + [0] * 5 + [1] * 10] * 2)
     refused: list[tuple[dict[str, Any], str]] = [
         ({"position_ids": torch.arange(20)[None] + 1}, "position_ids: must count the tokens"),
@@ -418,6 +420,11 @@ def test_a_pipeline_and_the_trainer(exported, tmp_path):
     trainer.train()
     np.testing.assert_allclose(float(trainer.state.log_history[0]["loss"]), float(sum(alone)) / 22, rtol=1e-3)
     assert (model.embedding_VD - before).abs().max() > 1e-3
+    arguments.label_smoothing_factor, x = 0.25, torch.tensor(tokens())
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows)
+    nll = -model(x).logits[:, :-1].log_softmax(-1)
+    expected = 0.75 * nll.gather(-1, x[:, 1:, None]).mean() + 0.25 * nll.mean()
+    torch.testing.assert_close(trainer.compute_loss(model, {"input_ids": x, "labels": x}), expected)
 
 
 def test_tokenizers_give_the_same_ids(exported, tmp_path):

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
 try:
@@ -780,6 +781,9 @@ class DapeModel(PreTrainedModel):
 
     def __init__(self, config: DapeConfig):
         super().__init__(config)
+        quantization = getattr(config, "quantization_config", None)
+        allowed = "must be None: quantizers find no nn.Linear in this model; load it with dtype=torch.bfloat16"
+        _require(quantization is None, "quantization_config", type(quantization).__name__, allowed)
         D, V, std = config.width, config.vocab_size, math.sqrt(2 / (5 * config.width))
         self.embedding_VD = _normal(std, V, D)
         self.positions_PD = None if config.learned_positions is None else _normal(std, config.learned_positions, D)
@@ -976,6 +980,10 @@ class DapeForCausalLM(DapeModel, GenerationMixin):
             loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=size, num_items_in_batch=items)
         shared: dict[str, Any] = {"hidden_states": outputs.hidden_states, CACHE: getattr(outputs, CACHE)}
         return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, **shared)
+
+
+# `Trainer` shifts the labels of these classes before it smooths them; those of others it compares with the same tokens.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["dape"] = DapeForCausalLM.__name__
 
 
 class Head(nn.Module):
