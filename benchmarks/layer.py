@@ -122,7 +122,7 @@ def as_numpy(results: dict[str, Any]) -> dict[str, np.ndarray]:
     return {name: np.asarray(x, np.float32) for name, x in named.items() if "output_bias_H" not in name}
 
 
-@functools.lru_cache(maxsize=3)
+@functools.lru_cache(maxsize=16)
 def expected_results(layer: Layer, direction: str) -> dict[str, np.ndarray] | None:
     """Return the results of `dense` in float32 at full precision, or None if they need too much memory."""
     function, params = dataclasses.replace(layer, dtype="float32").function(direction, "dense")

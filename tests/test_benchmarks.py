@@ -255,15 +255,17 @@ def test_a_part_records_every_case(tmp_path, monkeypatch):
         "large": fails,
         "fails": lambda: ({}, fails),
         "slow": hung.wait,
+        "late": lambda: hung.wait(1.2) or ({}, lambda: {"min_ms": 4.0}),  # after half of the limit
         "last": lambda: ({}, lambda: {"min_ms": 3.0}),
     }
     monkeypatch.setattr(os, "_exit", lambda _: hung.set())
     file = tmp_path / "results.jsonl"
-    gpu.run_part("layers", cases, file, 1)
+    gpu.run_part("layers", cases, file, 2)
     results = {case: line for (_, case), line in gpu.read_results(file).items()}
-    assert list(results) == list(cases)
+    assert [*results] == ["first", "large", "fails", "last", "late", "slow"]
     assert (results["first"]["compile_s"], results["first"]["min_ms"], results["last"]["min_ms"]) == (1.0, 2.0, 3.0)
     assert results["large"]["failed"] == results["fails"]["failed"] == "out of memory"
+    assert results["late"]["min_ms"] == 4.0
     assert results["slow"]["failed"].startswith("not compiled")
     text = gpu.summarize(gpu.read_results(file))
     assert re.search(r"^  first +2\.000 ms   compile_s 1$", text, re.MULTILINE)
