@@ -40,6 +40,18 @@ def emulated(monkeypatch) -> None:
     monkeypatch.setattr(cuda_dape, "why_not_on", lambda device, dtype: None)
 
 
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=NO_GPU)])
+def device(request, monkeypatch) -> str:
+    """Return a device that runs the kernels: a CPU with the emulator, or a GPU."""
+    if request.param == "cpu":
+        request.getfixturevalue("emulated")
+    monkeypatch.setenv("DAPE_CUDA_KERNELS", "1")
+    return request.param
+
+
 def make_layer(bias: str | None, heads: int, groups: int, rows: int, keys: int, head_dim: int, **processor):
     """Return q, k, v, and the modules."""
     torch.manual_seed(0)
@@ -96,14 +108,17 @@ def test_values_and_gradients_are_those_of_pytorch(case, is_small, emulated, mon
 
 @HAS_COMPILER
 @pytest.mark.parametrize(("dtype", "small"), [(torch.bfloat16, 2.0**-40), (torch.float16, 2.0**-8)])
-def test_sixteen_bits(dtype, small, emulated):
+def test_sixteen_bits(dtype, small, device):
     """Under autocast too. A small loss loses no more: gradients are scaled inside."""
     arrays, options = make_layer(*CASES["kerple"][0], **CASES["kerple"][1])
-    parameters = [*torch.nn.ModuleDict(options).parameters()][:-1]  # without the bias of Conv2
+    parameters = [*torch.nn.ModuleDict(options).to(device).parameters()][:-1]  # without the bias of Conv2
+    arrays = [x.to(device) for x in arrays]
     weight, results = torch.randn_like(arrays[0]), []
     for kind, block_size, scale in ((torch.float32, 64, 1), (dtype, None, 1), (dtype, None, small)):
         inputs = [x.to(dtype).to(kind).requires_grad_() for x in arrays]
-        with torch.autocast("cpu", torch.bfloat16):
+        why_not = modeling_dape.why_not_cuda(*inputs, **options, block_size=block_size)
+        assert (why_not is None) == (block_size is None), why_not
+        with torch.autocast(device, torch.bfloat16):
             out = modeling_dape.attend(*inputs, **options, block_size=block_size)
         assert out.dtype == kind
         gradients = torch.autograd.grad((out.float() * weight * scale).sum(), [*inputs, *parameters])
