@@ -345,7 +345,9 @@ def test_a_completion_is_that_of_transformers(directories, tmp_path, capsys):
     assert x.input_ids[0].tolist() == [256, 97, 98, 99]
     free = model.generate(**x, **greedy, eos_token_id=257)[0, 4:].tolist()
     end = next(token for i, token in enumerate(free) if i > 2 and token < 256 and token not in free[:i])
-    (tmp_path / "source" / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, end]}))
+    settings = {"do_sample": True, "top_p": 0.6, "suppress_tokens": [7]}
+    others = {"eos_token_id": [257, end], "_from_model_config": True, "cache_implementation": "hybrid"}
+    (tmp_path / "source" / "generation_config.json").write_text(json.dumps(settings | others))
     import_run(tmp_path / "source", tmp_path / "run")
     options = {"max_new_tokens": 8, "sampling": Sampling(0.0)}
     found = complete(tmp_path / "run", [b"abc"], **options)
@@ -369,7 +371,8 @@ def test_a_completion_is_that_of_transformers(directories, tmp_path, capsys):
     names = [(each.special_tokens_map, each.chat_template) for each in (exported, tokenizer)]
     assert names[0] == names[1]
     generation = json.loads((tmp_path / "exported" / "generation_config.json").read_text())
-    assert (generation["eos_token_id"], generation["pad_token_id"]) == ([257, end], tokenizer.pad_token_id)
+    ids = {"bos_token_id": 256, "eos_token_id": [257, end], "pad_token_id": tokenizer.pad_token_id}
+    assert generation == settings | ids | {"use_cache": True}
 
 
 @pytest.mark.hf

@@ -1,10 +1,11 @@
-"""What a Hugging Face checkpoint says about its tokens beyond `tokenizer.json`: first token, end tokens, chat template.
+"""What a Hugging Face checkpoint says about generation beyond `tokenizer.json`: first token, end tokens, chat template.
 
 In: the files of a checkpoint. Out: `Conventions`, which a run keeps beside its tokenizer. Next: generation, `lm_eval`,
 and export, which writes them back.
 """
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from dape_jax.errors import InputError, require_package
 from dape_jax.files import read_json, write_json
 
 CONVENTIONS_FILE, TEMPLATE_FILE = "conventions.json", "chat_template.jinja"
+# Fields of generation_config.json that an export gives its own values, or that choose how, not what, to generate.
+_OWN_GENERATION = re.compile(r"_.*|transformers_version|.*cache.*|(bos|eos|pad)_token_id")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +31,9 @@ class Conventions:
     end_tokens: tuple[int, ...] = ()  # ids that end a completion, in addition to the tokenizer's end of document
     chat_template: str | None = None  # Jinja template of a conversation
     other_tokens: dict[str, str] = dataclasses.field(default_factory=dict)  # special tokens by name, such as pad_token
+    generation: dict[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # settings of transformers' `generate`; exported
 
     def bos_id(self, tokenizer: Tokenizer) -> int | None:
         """Return the id that begins a text, or None."""
@@ -83,7 +89,8 @@ def conventions_of(directory: Path, config: dict[str, Any], tokenizer: Tokenizer
     settings, named = _content(directory / "tokenizer_config.json"), special_tokens(directory)
     tokens = {name: token for name, token in named.items() if tokenizer.id_of(token) is not None}
     found = [tokenizer.id_of(tokens["eos_token"])] if "eos_token" in tokens else []
-    for source in (config, _content(directory / "generation_config.json")):
+    generation = _content(directory / "generation_config.json")
+    for source in (config, generation):
         ids = source.get("eos_token_id")
         found += ids if isinstance(ids, list) else [ids]
     ends = {end for end in found if type(end) is int}
@@ -97,9 +104,9 @@ def conventions_of(directory: Path, config: dict[str, Any], tokenizer: Tokenizer
     if (directory / TEMPLATE_FILE).exists():
         template = (directory / TEMPLATE_FILE).read_text(encoding="utf-8")
     adds_bos = bool(adds_bos) and names["bos_token"] is not None
-    return Conventions(
-        **names, adds_bos=adds_bos, end_tokens=tuple(sorted(ends)), chat_template=template, other_tokens=tokens
-    )
+    generation = {name: value for name, value in generation.items() if not _OWN_GENERATION.fullmatch(name)}
+    others: dict[str, Any] = {"other_tokens": tokens, "generation": generation}
+    return Conventions(**names, adds_bos=adds_bos, end_tokens=tuple(sorted(ends)), chat_template=template, **others)
 
 
 def saved_conventions(workdir: epath.PathLike) -> Conventions:

@@ -78,7 +78,8 @@ def export_run(workdir: epath.PathLike, output: Path, *, step: str = "newest", d
         config = hf_config(trained, tokenizer, conventions, dtype)
         write_json(temporary / CONFIG_FILE, config)
         names = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache")
-        write_json(temporary / "generation_config.json", {name: config[name] for name in names})
+        generation = conventions.generation | {name: config[name] for name in names}
+        write_json(temporary / "generation_config.json", generation)
         write_tokenizer(tokenizer, conventions, temporary)
         write_code(temporary)
         temporary.rename(output)
