@@ -305,6 +305,8 @@ def test_another_field_and_mixed_files(tmp_path: Path):
     write(tmp_path / "b.parquet", parquet_file(a=[{"b": text} for text in DOCUMENTS[20:25]]))
     write(tmp_path / "b.arrow", arrow(ipc.new_stream, a=[{"b": text} for text in DOCUMENTS[25:30]], c=[1] * 5))
     write(tmp_path / "dataset_info.json", b'{"features": {}}')  # `save_to_disk` of datasets writes it
+    cached = write(tmp_path / "cache-0123456789abcdef_00000_of_00001.arrow", (tmp_path / "b.arrow").read_bytes())
+    assert [file.path for file in find_files([str(cached)])] == [str(cached)]
     for i, text in enumerate(DOCUMENTS[30:]):
         write(tmp_path / f"c{i}.md", text.encode())
     write(tmp_path / "d.png", b"\x89PNG\0")

@@ -48,7 +48,8 @@ _COMPRESSIONS: dict[bytes, Callable[..., Any]] = {  # first bytes, as a pattern,
     ),
 }
 _HEAD_BYTES = 8192
-_DATASETS_METADATA = ("dataset_dict.json", "dataset_info.json", "state.json")  # of `save_to_disk`
+# Metadata of `save_to_disk`, and results of `map` and `filter` beside the rows that these were computed from.
+_DATASETS_FILES = r"(dataset_dict|dataset_info|state)\.json|cache-[0-9a-f]{16}\w*\.arrow"
 
 
 class InputFile(NamedTuple):
@@ -66,7 +67,7 @@ def find_files(paths: Iterable[str], excluded: Collection[Path] = (), field: str
     A path is "stdlib" (the source of this interpreter's standard library), a directory (every file under it, except
     hidden files and linked directories), a glob (`**` descends), one file, or the URL of any of these on a file system
     supported by fsspec (gs://, s3://, hf://). A pair of .bin and .idx counts as its .bin. Files under the `excluded`
-    directories are left out, and so is the metadata beside the .arrow files of the library datasets.
+    directories are left out, and so are metadata and caches beside the .arrow files of the library datasets.
 
     Raises:
         InputError: a path has no files, or cannot be read. The message names `field`.
@@ -76,8 +77,8 @@ def find_files(paths: Iterable[str], excluded: Collection[Path] = (), field: str
         with read_errors(field, path):
             found = _find_remote(path) if is_remote(path) else map(_stat, _find_local(path))
             kept = [file for file in found if not any(Path(file.path).is_relative_to(each) for each in excluded)]
-        if any(file.path.endswith(".arrow") for file in kept):
-            kept = [file for file in kept if os.path.basename(file.path) not in _DATASETS_METADATA]
+        others = [file for file in kept if not re.fullmatch(_DATASETS_FILES, os.path.basename(file.path))]
+        kept = others if any(file.path.endswith(".arrow") for file in others) else kept
         corpora = sorted({os.path.dirname(file.path) for file in kept if os.path.basename(file.path) == SIDECAR_FILE})
         allowed = f"must be text, not a prepared corpus, as in {corpora[:1]}: train on that with --config.data.path"
         require(not corpora, field, path, allowed)
