@@ -317,9 +317,9 @@ def test_a_directory_has_one_run(tmp_path):
             checkpoint.run_lock(wrong).__enter__()
 
 
-@pytest.mark.parametrize("name", ["lr[3e-4]", "a*", "b?", "lr[3]/run"])
+@pytest.mark.parametrize("name", ["lr[3e-4]", "a*", "b?", "lr[3]/run", "a\\b", "caf\udce9"])
 def test_a_path_in_which_orbax_would_lose_checkpoints_is_refused(workdir, tmp_path, monkeypatch, name):
-    """Refuse to write below such a directory, also if the given path is relative. A moved run can be read."""
+    """Refuse to write below such a directory, also if the given path is relative. Below patterns, a run can be read."""
     moved = tmp_path / name
     shutil.copytree(workdir, moved)
     monkeypatch.chdir(moved)
@@ -327,7 +327,7 @@ def test_a_path_in_which_orbax_would_lose_checkpoints_is_refused(workdir, tmp_pa
         with pytest.raises(InputError, match=r"^workdir = '.*': the path must not contain \*, \? or \["):
             checkpoint.run_lock(path).__enter__()
     assert not Path("new").exists()
-    assert read_as_an_evaluator(moved, "newest")[0] == 3
+    assert name in ("a\\b", "caf\udce9") or read_as_an_evaluator(moved, "newest")[0] == 3
 
 
 # ---- errors of the machine

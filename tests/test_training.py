@@ -109,10 +109,11 @@ def test_a_finished_run_is_left_alone(trained_root, run, monkeypatch):
 
 
 def test_another_config_in_the_same_workdir_is_refused_with_the_difference(trained_root, run):
+    run = shutil.copytree(run, run.with_name("a run"))  # the advice is for a shell
     before = (run / "config.json").read_text()
     with pytest.raises(InputError) as error:
         loop.train(small_spec(trained_root, optimizer__learning_rate=0.5, train__num_steps=9), run)
-    advice = f"--config=configs/continued.py:source={run} --config.init.optimizer=True"
+    advice = f"--config='configs/continued.py:source={run}' --config.init.optimizer=True"
     for words in ("optimizer.learning_rate: saved 0.01, now 0.5", "train.num_steps: saved 4, now 9", advice):
         assert words in str(error.value)
     assert "\n" not in str(error.value)

@@ -1,5 +1,7 @@
 """Changes between a run's config and that with which it resumes. In: both configs. Next: `loop.py`."""
 
+import shlex
+
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
@@ -39,9 +41,10 @@ def allowed_changes(
     if not differences(*configs, ignored=(*RESUMABLE_FIELDS, *CHANGEABLE_FIELDS)):
         advice.append(f"--change={','.join(fields)} resumes with the new values")
     if "train.num_steps" in fields:
+        recipe = shlex.quote(f"configs/continued.py:source={workdir}")
         advice.append(
             "The rates of the steps that are done depend on train.num_steps; another run can begin with the weights, "
-            f"moments and place in the data of this one: --config=configs/continued.py:source={workdir} "
+            f"moments and place in the data of this one: --config={recipe} "
             "--config.init.optimizer=True --config.init.data=continue --config.train.num_steps=N"
         )
     refuse(workdir, refused, *advice)

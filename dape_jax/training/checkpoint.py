@@ -12,7 +12,6 @@ training resumes from an older step, it moves the damaged steps to `damaged/`. D
 import contextlib
 import errno
 import functools
-import glob
 import itertools
 import logging
 import operator
@@ -76,17 +75,18 @@ def run_lock(workdir: epath.PathLike) -> Iterator[Callable[[], None]]:
     Raises:
         InputError: another run uses the directory, or it cannot be written to.
     """
-    require_no_pattern(workdir)
+    require_writable_path(workdir)
     is_bucket = is_remote(_directory(workdir))
     lock = run_marker(epath.Path(workdir) / LOCK_FILE) if is_bucket else exclusive_lock(workdir, "workdir", LOCK_FILE)
     with contextlib.ExitStack() as stack:
         yield process_zero_only(lambda: stack.enter_context(lock)) or (lambda: None)
 
 
-def require_no_pattern(workdir: epath.PathLike) -> None:
-    """Raise `InputError` for a path that Orbax reads as a pattern, so that no checkpoint written there can be read."""
-    place, allowed = str(absolute(workdir)), "the path must not contain *, ? or [, which Orbax reads as a pattern"
-    require(not glob.has_magic(place), "workdir", place, allowed)
+def require_writable_path(workdir: epath.PathLike) -> None:
+    r"""Raise `InputError` for a path that Orbax reads as a pattern, or TensorStore as another one: \ is its /."""
+    place = str(absolute(workdir))
+    allowed = r"the path must not contain *, ? or [, which Orbax reads as a pattern, nor \, and must be UTF-8"
+    require(re.search(r"[*?[\\\ud800-\udfff]", place) is None, "workdir", place, allowed)
 
 
 def write_config(workdir: epath.PathLike, config: dict[str, Any]) -> None:

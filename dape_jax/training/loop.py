@@ -69,7 +69,7 @@ def _train(
 ) -> None:
     # ---- check the config
     workdir = files.workdir
-    checkpoint.require_no_pattern(workdir)
+    checkpoint.require_writable_path(workdir)
     saved = checkpoint.read_config(workdir)
     run = read_run(follow_saved(follow_corpus(spec), saved))
     for path in run.data.weights if isinstance(run, RunConfig) else ():  # the next start would read the workdir as text
@@ -109,7 +109,8 @@ def _train(
     record["data_digest"] = source.digest
     require_same(data_digest=source.digest, saved_steps=step_names)
     if saved is not None:
-        advice = f"The data are others or have changed; --config=configs/continued.py:source={workdir} trains on them"
+        recipe = shlex.quote(f"configs/continued.py:source={workdir}")
+        advice = f"The data are others or have changed; --config={recipe} trains on them"
         refuse(workdir, differences({"data_digest": saved["data_digest"]}, {"data_digest": source.digest}), advice)
 
     # ---- model and optimizer
@@ -217,9 +218,10 @@ def compile_step(step: Wrapped, state: TrainState, batch: dict[str, jax.Array]) 
 def log_end(workdir: epath.Path, num_steps: int) -> None:
     """Log the directory of a finished run and the command that evaluates it."""
     directory = shlex.quote(str(workdir))
+    listed = shlex.quote(f'"{workdir}"') if "," in str(workdir) else directory  # the flag is a list
     logger.info("training of %s is complete: step %d of %d", directory, num_steps, num_steps)
     program = "python eval.py" if Path(sys.argv[0]).name == "train.py" else "dape-eval"
-    logger.info("evaluate it: %s --workdir=%s", program, directory)
+    logger.info("evaluate it: %s --workdir=%s", program, listed)
 
 
 def make_validation(
