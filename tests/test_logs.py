@@ -16,6 +16,7 @@ from unittest import mock
 import jax.numpy as jnp
 import pytest
 import tiny
+from etils import epath
 
 from dape_jax import progress
 from dape_jax.command_line import _PlainFormatter
@@ -62,7 +63,7 @@ def told(trained_root, tmp_path_factory):
     return workdir, stream.getvalue().splitlines(), fake
 
 
-def test_a_log_has_a_time_and_a_message_in_each_line(told):
+def test_a_log_has_a_time_and_a_message_in_each_line(told, caplog):
     workdir, lines, _ = told
     assert all(line[2] == line[5] == ":" and line[8] == " " for line in lines)
     messages = [line[9:] for line in lines]
@@ -81,6 +82,9 @@ def test_a_log_has_a_time_and_a_message_in_each_line(told):
     assert [line.split(" INFO ")[1] for line in kept if " INFO " in line] == messages
     assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ", line) for line in kept)
     assert messages[-1] == f"evaluate it: dape-eval --workdir='{workdir}'"
+    with caplog.at_level(logging.INFO, "dape_jax"):  # --workdir is a list
+        loop.log_end(epath.Path("runs/lr=1,wd=2"), 4)
+    assert caplog.messages[-1] == """evaluate it: dape-eval --workdir='"runs/lr=1,wd=2"'"""
     record = logging.LogRecord("dape_jax", logging.WARNING, "loop.py", 1, "low on %s", ("space",), None)
     assert FORMATTER.format(record)[8:] == " warning: low on space"
 
