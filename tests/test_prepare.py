@@ -785,6 +785,7 @@ def test_raw_text_needs_a_tokenizer_and_a_cache(tmp_path: Path):
         ({"tokenizer": None, "train_bpe": 9}, "train_bpe = 9: must be 257"),
         ({"end_of_document": "x"}, "end_of_document = 'x': needs a --tokenizer"),
         ({"text_field": "words"}, r"40 no text; .*'words' is missing; fields: \['text', 'meta',"),
+        ({"input": "NULL"}, r"1 no text; .*'text' is null; --text_field"),
         ({"input": "ARRAY"}, r"1 no text; .*a list, not an object; a \.json file may have an array"),
         ({"where": ("meta",)}, "where = 'meta': must be field=value"),
         ({"max_length": 0}, "max_length = 0: must be min_length = 1 to"),
@@ -796,6 +797,7 @@ def test_wrong_input_is_one_line(tmp_path: Path, changes: dict, message: str):
     source = write_input("jsonl", tmp_path / "in")
     paths = {"SOURCE": (source,), "PAIR": (f"{write_pair(tmp_path / 'pair', PAIR)}.bin",)}
     paths["ARRAY"] = (str(write(tmp_path / "array.jsonl", json.dumps(RECORDS).encode())),)
+    paths["NULL"] = (str(write(tmp_path / "null.jsonl", b'{"text": null}')),)
     changes = {name: paths.get(str(value), value) for name, value in changes.items()}
     with pytest.raises(InputError, match=message) as caught:
         prepare(config(source, **{"to": tmp_path / "out"} | changes))

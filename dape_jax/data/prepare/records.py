@@ -84,7 +84,7 @@ def _described(record: Any, field: str) -> str:
     if not isinstance(record, dict):
         return f"a {type(record).__name__}, not an object; a .json file may have an array of objects"
     if value is None:
-        return f"{field!r} is missing; fields: {[*record][:20]}"
+        return f"{field!r} is {'null' if field in record else f'missing; fields: {[*record][:20]}'}"
     return f"{field!r} is {_spelled(value)[:40]} ({type(value).__name__})"
 
 
