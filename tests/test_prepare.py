@@ -201,6 +201,15 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path, expected: C
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_names_are_not_read_as_patterns_or_chains_of_file_systems(tmp_path: Path, monkeypatch, expected: Corpus):
+    (tmp_path / "a[1]").mkdir()
+    write(tmp_path / "a[1]" / "File::Spec.jsonl", *LINES)
+    monkeypatch.chdir(tmp_path / "a[1]")
+    for i, source in enumerate(("*.jsonl", ".", "File::Spec.jsonl")):
+        assert prepare(config(source, tmp_path / f"{i}::corpus")).corpus.digest == expected.digest
+    assert load_corpus(DataConfig(f"{tmp_path}/0::corpus")).digest == expected.digest
+
+
 def test_remote_files_are_read(tmp_path: Path, expected: Corpus):
     system, root = fsspec.filesystem("memory"), f"/{tmp_path.name}"
     system.pipe(f"{root}/a.jsonl", b"".join(LINES[:20]))

@@ -350,8 +350,8 @@ def _sidecars(path: str, field: str) -> dict[Split, Sidecar]:
     for split in SPLITS:
         file = f"{path.rstrip('/')}/{split}/{SIDECAR_FILE}"
         with read_errors(field, path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            system, name = fsspec.url_to_fs(os.path.expanduser(file))
-            content = parse_json(file, system.cat_file(name))
+            system, name = fsspec.url_to_fs(file) if is_remote(file) else (None, os.path.expanduser(file))
+            content = parse_json(file, Path(name).read_bytes() if system is None else system.cat_file(name))
             require(sorted(content) == fields, f"{file}: fields", sorted(content), f"must be {fields}")
             sidecar = sidecars[split] = Sidecar(**content)
             given = (sidecar.format_version, sidecar.split, sidecar.fingerprint)

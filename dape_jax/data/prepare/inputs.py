@@ -113,7 +113,7 @@ def _find_local(path: str) -> list[str]:
     elif os.path.exists(root):
         found = [root]
     else:
-        found = glob.glob(root, recursive=True)
+        found = map(os.path.abspath, glob.glob(os.path.expanduser(path), recursive=True))
     return sorted(file for file in found if os.path.isfile(file))
 
 
@@ -146,7 +146,9 @@ def open_input(path: str) -> Iterator[tuple[Any, bytes]]:
     without the mark.
     """
     with contextlib.ExitStack() as stack:
-        raw: Any = stack.enter_context(fsspec.open(path, "rb", compression=None))
+        # fsspec would read :: in a local name, as in File::Spec.txt, as a chain of file systems.
+        raw: Any = fsspec.open(path, "rb", compression=None) if is_remote(path) else open(path, "rb", buffering=0)
+        raw = stack.enter_context(raw)
         content: Any = stack.enter_context(io.BufferedReader(raw))  # `readline` of a file in a bucket takes no size
         head = _head(content.read)
         content.seek(0)
