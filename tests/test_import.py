@@ -835,7 +835,10 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "index to a parent": (index_only({NAME: "../x.safetensors"}), "must be the name of a .safetensors file"),
     "index to a missing shard": (index_only({NAME: "b.safetensors"}), "b.safetensors: cannot be read"),
     "index with another tensor": (index_only({"more": "a.safetensors"}), "more = 'a.safetensors': has no such tensor"),
-    "index that lacks tensors": (index_only({NAME: "a.safetensors"}), "model.embed_tokens.weight: is missing"),
+    "index that lacks tensors": (
+        index_only({NAME: "a.safetensors"}),
+        f"embed_tokens.weight: is missing; .* are {NAME}$",
+    ),
     "config that is a list": (lambda directory: (directory / "config.json").write_text("[1]"), "must be a JSON object"),
     "no config": (lambda directory: (directory / "config.json").unlink(), "must have config.json; merge an"),
     "other shape": (change_tensors(lambda x: x.update({NAME: x[NAME].T})), r"shape = \[32, 24\]: must be"),

@@ -56,7 +56,8 @@ class Source:
         """Raise `InputError` if a tensor is missing, or has another shape or an unsupported dtype."""
         field = f"{self.directory}: {name}"
         if name not in self.tensors:
-            raise InputError(f"{field}: is missing")
+            stored = short(", ".join(self.tensors))
+            raise InputError(f"{field}: is missing; save the model with AutoModelForCausalLM. Its tensors are {stored}")
         info = self.tensors[name]
         require(info.shape == shape, f"{field}: shape", list(info.shape), f"must be {list(shape)} as in {CONFIG_FILE}")
         require(info.dtype in _DTYPES, f"{field}: dtype", info.dtype, f"must be one of {list(_DTYPES)}")

@@ -151,8 +151,8 @@ def check_tensors(source: Source, tensors: dict[str, Tensor], num_layers: int) -
             is_copy = np.array_equal(source.read(name), source.read(tensors["embedding_VD"].name or ""))
             require(is_copy, field, "tensor", "must be a copy of the embedding, because tie_word_embeddings is true")
         else:
-            is_known = name.endswith(BUFFERS)
-            require(is_known, field, "tensor", "is not supported: the model has no such parameter")
+            allowed = "is not supported: the model has no such parameter; merge adapters first"
+            require(name.endswith(BUFFERS), field, "tensor", allowed)
 
 
 def read_params(source: Source, tensors: dict[str, Tensor], config: TransformerConfig, mesh: Mesh) -> Params:
