@@ -130,6 +130,9 @@ def test_a_field_that_refers_to_another_follows_its_flag(tmp_path):
     )
     spec = read_config(f"{tmp_path}/mine.py", ["--config.train.num_steps=80"])
     assert (spec["train"]["num_steps"], spec["train"]["eval_interval"]) == (80, 20)
+    (tmp_path / "without_return.py").write_text("def get_config():\n    pass\n")
+    with pytest.raises(InputError, match=r"config file = .*without_return\.py': .* returns a ConfigDict"):
+        read_config(f"{tmp_path}/without_return.py", ["--config.train.num_steps=80"])
 
 
 @pytest.mark.parametrize("name", ["quickstart.py", "small.py:s", "paper.py", "che.py:task=even_pairs"])
