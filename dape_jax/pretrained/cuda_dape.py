@@ -335,9 +335,9 @@ def gradients(call: Call, inputs: Sequence[Tensor], of_rows: Sequence[Tensor], s
     padded = multiple(padded, t.columns)
     grid, zeros = (blocks, chunks, batch), functools.partial(torch.zeros, device=q.device)
     probs, d_scores = zeros(2, batch, heads, blocks * t.rows, padded, dtype=q.dtype)
-    num_parts, start = math.prod(grid), t.rows + t.columns
-    entries = padded + t.rows + start
-    shapes = (num_parts, entries, C + t.slots), (num_parts, W, t.slots, C), (num_parts, W, C, t.slots)
+    num_parts, num_tables = math.prod(grid), batch * t.layers(chunks, per_chunk) * blocks
+    start, entries = t.rows + t.columns, padded + 2 * t.rows + t.columns
+    shapes = (num_tables, entries, C + t.slots), (num_parts, W, t.slots, C), (num_parts, W, C, t.slots)
     shapes += (batch, t.pad, num_rows, C), (batch, 2 * t.pad, num_rows, t.slots)
     parts = [zeros(shape) for shape in shapes]
     tensors = [q, k, v, *of_rows, *operands(t, call.first, operator), scale, probs, d_scores, *parts]

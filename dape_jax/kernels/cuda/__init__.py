@@ -279,7 +279,8 @@ def _gradients_of_rows(call, q, k, v, dout, lse, delta, first, operator, grad_sc
     padded = multiple(padded, t.columns)
     grid, square = (blocks, chunks, batch), jax.ShapeDtypeStruct((batch, heads, num_rows, padded), q.dtype)
     num_parts, entries = math.prod(grid), padded + 2 * t.row_stride * t.rows + t.columns
-    shapes = (num_parts, entries, channels + t.slots), *((num_parts, width, t.slots * channels),) * 2
+    num_tables = batch * t.layers(chunks, per_chunk) * blocks
+    shapes = (num_tables, entries, channels + t.slots), *((num_parts, width, t.slots * channels),) * 2
     shapes += (batch, pad, num_rows, channels), (batch, 2 * pad, num_rows, t.slots)
     shapes = [x if math.prod(x) else (8,) for x in shapes]
     out = [square, square, *(jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes)]

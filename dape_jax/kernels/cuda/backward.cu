@@ -234,8 +234,9 @@ KERNEL __launch_bounds__(THREADS, 1) dape_backward(
     const float* grad_scale_at,  // factor of all gradients, a power of two
     Input* probs,           // [B, H, T filled up to R, width]: column c is at c + 2 AHEAD
     Input* d_scores,        // [B, H, T filled up to R, width], of scores times scale
-    float* d_tables,        // [blocks, width + 2 STRIDE R + L, C + SLOTS]: entry i is that of knee (times 0.99) at
-                            // i - L - STRIDE R, and of added at i - L - STRIDE R + AHEAD
+    float* d_tables,        // [B, layers, blocks of rows, width + 2 STRIDE R + L, C + SLOTS]: entry i is that of knee
+                            // (times 0.99) at i - L - STRIDE R, and of added at i - L - STRIDE R + AHEAD. Chunks of a
+                            // layer have no common distance: a chunk shares REACH distances with those beside it.
     float* d_first,         // [blocks, W, SLOTS, C]
     float* d_second,        // [blocks, W, C, SLOTS]
     float* d_left_knee,     // [B, PAD, T, C]
@@ -247,6 +248,8 @@ KERNEL __launch_bounds__(THREADS, 1) dape_backward(
     int first = *first_at, row0 = (GRID_X - 1 - BLOCK_X) * R, position0 = first + STRIDE * row0;
     float grad_scale = *grad_scale_at;
     long number = ((long)batch * GRID_Y + BLOCK_Y) * GRID_X + row0 / R;
+    int chunk = tiles_per_chunk * L, layers = 1 + (REACH + chunk - 1) / chunk;
+    if (layers > GRID_Y) layers = GRID_Y;
     int last_row = (row0 + R < num_rows ? row0 + R : num_rows) - 1, rows = (num_rows + R - 1) / R * R;
     // Hidden columns from PAD before the first visible one have gradients, and a tile's begin AHEAD before it.
     int low = position0 - window + 1 - PAD + AHEAD, tile_low = low > 0 ? low / L : 0;
@@ -258,7 +261,7 @@ KERNEL __launch_bounds__(THREADS, 1) dape_backward(
     q += (long)batch * num_rows * H * K, dout += (long)batch * num_rows * H * K;
     k += (long)batch * num_keys * G * K, v += (long)batch * num_keys * G * K;
     probs += (long)batch * H * rows * width, d_scores += (long)batch * H * rows * width;
-    d_tables += number * (width + 2 * STRIDE * R + L) * TC;
+    d_tables += (((long)batch * layers + BLOCK_Y % layers) * GRID_X + row0 / R) * (width + 2 * STRIDE * R + L) * TC;
     d_left_knee += (long)batch * PAD * num_rows * C, d_left_added += (long)batch * 2 * PAD * num_rows * SLOTS;
 
     Left left = {left_knee, left_added, row0, num_rows};

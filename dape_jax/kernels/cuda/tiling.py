@@ -92,6 +92,10 @@ class Tiling:
         size = min(max(LEAST_TILES[self.kernel], -(-tiles // wanted)), tiles)
         return -(-tiles // size), size
 
+    def layers(self, chunks: int, tiles: int) -> int:
+        """Return how many neighbouring chunks, of some tiles each, have distances in common."""
+        return min(chunks, 1 + -(-self.row_stride * (self.rows - 1) // (tiles * self.columns)))
+
     def defines(self) -> dict[str, int]:
         """Return the macros of the source."""
         letters = {"R": self.rows, "L": self.columns, "NW": self.warps}
