@@ -31,9 +31,7 @@ class Conventions:
     end_tokens: tuple[int, ...] = ()  # ids that end a completion, in addition to the tokenizer's end of document
     chat_template: str | None = None  # Jinja template of a conversation
     other_tokens: dict[str, str] = dataclasses.field(default_factory=dict)  # special tokens by name, such as pad_token
-    generation: dict[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # settings of transformers' `generate`; exported
+    generation: dict[str, Any] = dataclasses.field(default_factory=dict)  # of transformers' `generate`, for exports
 
     def bos_id(self, tokenizer: Tokenizer) -> int | None:
         """Return the id that begins a text, or None."""
