@@ -274,7 +274,7 @@ def chat_model(directory: Path) -> Any:
     single = tokenizers.processors.TemplateProcessing(f"{CONTROLS[0]} $A", special_tokens=[(CONTROLS[0], 256)])
     library.post_processor = single
     names = {"bos_token": CONTROLS[0], "eos_token": CONTROLS[1], "pad_token": CONTROLS[3]}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=library, **names)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=library, padding_side="left", **names)
     tokenizer.chat_template = TEMPLATE
     theirs("llama").save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -368,7 +368,7 @@ def test_a_completion_is_that_of_transformers(directories, tmp_path, capsys):
     export_run(tmp_path / "run", tmp_path / "exported")
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     assert exported("abc").input_ids == tokenizer("abc").input_ids
-    names = [(each.special_tokens_map, each.chat_template) for each in (exported, tokenizer)]
+    names = [(each.special_tokens_map, each.chat_template, each.padding_side) for each in (exported, tokenizer)]
     assert names[0] == names[1]
     generation = json.loads((tmp_path / "exported" / "generation_config.json").read_text())
     ids = {"bos_token_id": 256, "eos_token_id": [257, end], "pad_token_id": tokenizer.pad_token_id}

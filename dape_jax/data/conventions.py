@@ -31,6 +31,7 @@ class Conventions:
     end_tokens: tuple[int, ...] = ()  # ids that end a completion, in addition to the tokenizer's end of document
     chat_template: str | None = None  # Jinja template of a conversation
     other_tokens: dict[str, str] = dataclasses.field(default_factory=dict)  # special tokens by name, such as pad_token
+    padding_side: str = "right"  # of texts of different lengths in transformers' tokenizer, for exports
     generation: dict[str, Any] = dataclasses.field(default_factory=dict)  # of transformers' `generate`, for exports
 
     def bos_id(self, tokenizer: Tokenizer) -> int | None:
@@ -104,6 +105,7 @@ def conventions_of(directory: Path, config: dict[str, Any], tokenizer: Tokenizer
     adds_bos = bool(adds_bos) and names["bos_token"] is not None
     generation = {name: value for name, value in generation.items() if not _OWN_GENERATION.fullmatch(name)}
     others: dict[str, Any] = {"other_tokens": tokens, "generation": generation}
+    others["padding_side"] = settings.get("padding_side", "right")
     return Conventions(**names, adds_bos=adds_bos, end_tokens=tuple(sorted(ends)), chat_template=template, **others)
 
 

@@ -179,6 +179,7 @@ def write_tokenizer(tokenizer: Tokenizer, conventions: Conventions, directory: P
         "eos_token": conventions.eos_token or end,
         "pad_token": end,
         **conventions.other_tokens,
+        "padding_side": conventions.padding_side,
         "model_input_names": ["input_ids", "attention_mask"],
     }
     write_json(directory / "tokenizer_config.json", config)
