@@ -11,10 +11,10 @@ Parts, in order of importance, each a process with its own limit of time:
     steps     training steps of the 125M model
     torch     PyTorch's listing of the paper, compiled, and its plain attention
 
-A part compiles its cases in threads, and runs those that are ready one at a time: times after half of its limit, when
-most are ready, so that compiling does not disturb them. Every line of OUTPUT/results.jsonl is written immediately, so
-that a part that dies or is killed loses one case. OUTPUT/summary.txt
-has tables made from the lines, OUTPUT/log.txt the output of the parts, with the machine's hardware and software.
+A part compiles its cases in threads, and runs those that are ready one at a time. Parts that measure times begin after
+half of their limit, when most are ready, so that compiling does not disturb them. Every line of OUTPUT/results.jsonl is
+written immediately, so that a part that dies or is killed loses one case. OUTPUT/summary.txt has tables made from the
+lines, OUTPUT/log.txt the output of the parts, with the machine's hardware and software.
 
 `--parts` measures some of the parts, and adds them to the directory. A time is the minimum of five samples, each the
 mean of queued calls (`measure.py`).

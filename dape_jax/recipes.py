@@ -70,9 +70,8 @@ def read_config(name: str, arguments: Sequence[str] = (), imports: Sequence[str]
         require(file.as_posix() in names, "config file", path, f"does not exist; the recipes are {', '.join(names)}")
         file = RECIPES / file.name
     config = read_module(file).get_config(*argument)
-    require(
-        isinstance(config, ConfigDict), "config file", str(file), "must have a get_config that returns a ConfigDict"
-    )
+    allowed = "must have a get_config that returns a ConfigDict"
+    require(isinstance(config, ConfigDict), "config file", str(file), allowed)
     if imports:
         recorded = config.model.imports if "imports" in config.model else ()
         config.model.imports = tuple(dict.fromkeys((*recorded, *imports)))

@@ -235,8 +235,8 @@ KERNEL __launch_bounds__(THREADS, 1) dape_backward(
     Input* probs,           // [B, H, T filled up to R, width]: column c is at c + 2 AHEAD
     Input* d_scores,        // [B, H, T filled up to R, width], of scores times scale
     float* d_tables,        // [B, layers, blocks of rows, width + 2 STRIDE R + L, C + SLOTS]: entry i is that of knee
-                            // (times 0.99) at i - L - STRIDE R, and of added at i - L - STRIDE R + AHEAD. Chunks of a
-                            // layer have no common distance: a chunk shares REACH distances with those beside it.
+                            // (times 0.99) at i - L - STRIDE R, and of added at i - L - STRIDE R + AHEAD. A chunk has
+                            // REACH distances in common with the next; chunks of one layer have none.
     float* d_first,         // [blocks, W, SLOTS, C]
     float* d_second,        // [blocks, W, C, SLOTS]
     float* d_left_knee,     // [B, PAD, T, C]
