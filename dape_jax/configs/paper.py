@@ -57,11 +57,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         data=dict(path="", validation_fraction=0.01),  # no default: --config.data.path is required
         optimizer=dict(learning_rate=LEARNING_RATES[size]),
         train=dict(
-            train_length=train_length,
-            batch_size=256,
-            num_steps=50_000,
-            eval_interval=500,
-            validation_batches=8,
+            train_length=train_length, batch_size=256, num_steps=50_000, eval_interval=500, validation_batches=8
         ),
         evaluation=dict(
             lengths=tuple(2**n for n in range(7, 14) if 2**n >= train_length),

@@ -285,11 +285,7 @@ def add_legend(figure: Figure) -> None:
     # A long legend takes no room from the panels.
     figure.set_figheight(figure.get_figheight() + 0.19 * max(0, rows - 2))
     figure.legend(
-        list(handles.values()),
-        list(handles),
-        loc="outside upper center",
-        ncols=min(columns, len(handles)),
-        fontsize=9,
+        list(handles.values()), list(handles), loc="outside upper center", ncols=min(columns, len(handles)), fontsize=9
     )
 
 

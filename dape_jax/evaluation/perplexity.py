@@ -383,12 +383,7 @@ def compile_lengths(model: Model, rotary: str, num_windows: int) -> list[Program
 
 
 def score_windows(
-    programs: list[Program],
-    params: Params,
-    mesh: Mesh,
-    store: TokenStore,
-    windows: Sequence[Window],
-    name: str,
+    programs: list[Program], params: Params, mesh: Mesh, store: TokenStore, windows: Sequence[Window], name: str
 ) -> NllByLength:
     """Run the programs of `compile_lengths`; return the nll of the scored tokens of every window, by length."""
     nll_by_length = {}

@@ -46,10 +46,7 @@ class Processor:
     key_halo: tuple[int, int] = (0, 0)
 
     def __call__(
-        self,
-        scores_BHTS: Float[Array, "B H T S"],
-        bias_BHTS: Float[Array, "#B H T S"] | None,
-        mask: VisiblePairs,
+        self, scores_BHTS: Float[Array, "B H T S"], bias_BHTS: Float[Array, "#B H T S"] | None, mask: VisiblePairs
     ) -> Float[Array, "B H T S"]:
         """Return the processed scores; where the mask is False, any finite number."""
         raise NotImplementedError(f"{type(self).__name__} must define __call__")
@@ -132,10 +129,7 @@ class Plain(nnx.Module, Processor):
     """Processor that only adds the bias."""
 
     def __call__(
-        self,
-        scores_BHTS: Float[Array, "B H T S"],
-        bias_BHTS: Float[Array, "#B H T S"] | None,
-        mask: VisiblePairs,
+        self, scores_BHTS: Float[Array, "B H T S"], bias_BHTS: Float[Array, "#B H T S"] | None, mask: VisiblePairs
     ) -> Float[Array, "B H T S"]:
         """See `add_bias`."""
         return add_bias(scores_BHTS, bias_BHTS)
@@ -494,8 +488,7 @@ class DapeConfig(ProcessorConfig):
         """Return the cost of both convolutions: W taps from H heads (2H with a bias) to C channels, and from C to H."""
         taps = 2 * self.kernel_width * num_heads * self.channels
         return PairFlops(
-            of_scores=taps * ((self.inputs != "bias") + 1),
-            of_bias=taps * (has_bias and self.inputs != "scores"),
+            of_scores=taps * ((self.inputs != "bias") + 1), of_bias=taps * (has_bias and self.inputs != "scores")
         )
 
 

@@ -425,10 +425,7 @@ class SelfAttention(nnx.Module):
         return jax.lax.cond(is_alternate, alternate, first, *args)
 
     def project(
-        self,
-        x_BTD: Float[Array, "B T D"],
-        pos: Int[Array, "T"] | Int[Array, "B T"],
-        layer: Int[Array, ""] | int = 0,
+        self, x_BTD: Float[Array, "B T D"], pos: Int[Array, "T"] | Int[Array, "B T"], layer: Int[Array, ""] | int = 0
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
         """Return queries and keys, normalised (if the model does this) and rotated, and values."""
         q_BTHK = linear("BTD,DHK->BTHK", x_BTD, self.query_DHK, self.query_bias_HK)

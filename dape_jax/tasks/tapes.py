@@ -95,11 +95,7 @@ class TaskConfig:
 
 
 def make_tapes(
-    config: TaskConfig,
-    inputs_BN: Symbols,
-    targets_BM: Targets,
-    rng: np.random.Generator,
-    pad_to: int | None = None,
+    config: TaskConfig, inputs_BN: Symbols, targets_BM: Targets, rng: np.random.Generator, pad_to: int | None = None
 ) -> Batch:
     """Return the tapes of a batch of strings.
 

@@ -208,10 +208,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
     last_start = t.table_columns - t.slab_columns
     columns = pl.ds(pl.multiple_of(jnp.clip(step.slab_start, 0, last_start), LANES), t.slab_columns)
     rows = pl.ds(pl.multiple_of(block * LANES, LANES), LANES)
-    pairs = [
-        (outputs.dq.at[batch, :, :, rows], scratch.dq),
-        (outputs.dtable.at[batch, :, :, columns], scratch.dslab),
-    ]
+    pairs = [(outputs.dq.at[batch, :, :, rows], scratch.dq), (outputs.dtable.at[batch, :, :, columns], scratch.dslab)]
     reads = [pltpu.make_async_copy(hbm, vmem, scratch.semaphores.at[0, i]) for i, (hbm, vmem) in enumerate(pairs)]
     writes = [pltpu.make_async_copy(vmem, hbm, scratch.semaphores.at[1, i]) for i, (hbm, vmem) in enumerate(pairs)]
 

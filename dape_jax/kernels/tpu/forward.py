@@ -31,16 +31,7 @@ from jaxtyping import Array, Float
 
 from dape_jax.kernels.tables import Operator
 from dape_jax.kernels.tpu import tiling
-from dape_jax.kernels.tpu.tiling import (
-    GROUP_ROWS,
-    LANES,
-    MASKED_SCORE,
-    SUBLANES,
-    UNIT_ROWS,
-    Step,
-    Tiling,
-    iota,
-)
+from dape_jax.kernels.tpu.tiling import GROUP_ROWS, LANES, MASKED_SCORE, SUBLANES, UNIT_ROWS, Step, Tiling, iota
 from dape_jax.model.processors import SLOPE, leaky_relu_change
 from dape_jax.sharding import full_precision
 
