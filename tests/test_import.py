@@ -428,7 +428,7 @@ def test_windows_begin_with_the_token_of_the_source(chat, tmp_path, text, bos):
 @pytest.mark.hf
 @pytest.mark.extra
 @pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0")  # of tokenizers 0.22
-def test_a_tokenizer_of_two_files_is_converted(directories, tmp_path, text):
+def test_a_tokenizer_of_two_files_is_converted(directories, tmp_path, text, monkeypatch):
     copy = Path(shutil.copytree(directories("llama"), tmp_path / "copy"))
     with pytest.raises(InputError, match=r"has no tokenizer.json; give --tokenizer"):
         source_tokenizer(copy)
@@ -439,6 +439,18 @@ def test_a_tokenizer_of_two_files_is_converted(directories, tmp_path, text):
     converted = source_tokenizer(copy)
     np.testing.assert_array_equal(converted.encode(b"a long text"), trained.encode(b"a long text"))
     assert converted.end_of_document == trained.end_of_document
+    vocab = (copy / "vocab.json").read_text().replace("<|endoftext|>", "<EOS>")  # no usual end token
+    (copy / "vocab.json").write_text(vocab)
+    names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<EOS>")
+    (copy / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"} | names))
+    assert source_tokenizer(copy).end_of_document == trained.end_of_document
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    (copy / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda _: "y")  # transformers asks whether to run the code
+    with pytest.raises(InputError, match=r"vocab.json cannot be converted: .* custom code"):
+        source_tokenizer(copy)
+    assert not (tmp_path / "ran").exists()
     (copy / "merges.txt").unlink()
     (copy / "vocab.json").write_text("[]")
     with pytest.raises(InputError, match=r"vocab.json cannot be converted: "):
@@ -581,6 +593,10 @@ def test_a_copy_of_tied_embeddings_and_old_buffers_are_ignored(directories, tmp_
     safetensors.numpy.save_file(tensors, directory / WEIGHTS)
     import_run(directory, tmp_path / "imported", tokenizer="bytes")
     chex.assert_trees_all_equal(ours(tmp_path / "imported")[1], ours(runs("qwen2"))[1])
+    others = {name: value for name, value in tensors.items() if value is not table} | {"lm_head.weight": table}
+    safetensors.numpy.save_file(others, directory / WEIGHTS)  # as `safetensors.torch.save_model` does
+    import_run(directory, tmp_path / "head", tokenizer="bytes")
+    chex.assert_trees_all_equal(ours(tmp_path / "head")[1], ours(runs("qwen2"))[1])
     safetensors.numpy.save_file(tensors | {"lm_head.weight": 2 * table}, directory / WEIGHTS)
     refused(directory, tmp_path, "lm_head.weight = 'tensor': must be a copy of the embedding")
 
@@ -829,7 +845,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "empty file": (lambda directory: os.truncate(directory / WEIGHTS, 0), f"{WEIGHTS}: cannot be read.*git lfs pull"),
     "cut in a tensor": (lambda directory: os.truncate(directory / WEIGHTS, 20_000), f"{WEIGHTS}: cannot be read"),
     "no weights": (lambda directory: (directory / WEIGHTS).unlink(), "must have model.safetensors, or"),
-    "pickled weights": (pickled_only, "pytorch_model.bin may run code"),
+    "pickled weights": (pickled_only, "may run code when they are read: convert pytorch_model.bin"),
     "index of nothing": (index_only({}), "weight_map: must be a JSON object"),
     "index to a parent": (index_only({NAME: "../x.safetensors"}), "must be the name of a .safetensors file"),
     "index to a missing shard": (index_only({NAME: "b.safetensors"}), "b.safetensors: cannot be read"),
@@ -839,7 +855,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         f"embed_tokens.weight: is missing; .* are {NAME}$",
     ),
     "config that is a list": (lambda directory: (directory / "config.json").write_text("[1]"), "must be a JSON object"),
-    "no config": (lambda directory: (directory / "config.json").unlink(), "must have config.json; merge an"),
+    "no config": (lambda directory: (directory / "config.json").unlink(), "must have config.json; in the hub"),
+    "adapter": (lambda directory: (directory / "adapter_config.json").touch(), "adapter_config.json': must be missing"),
     "other shape": (change_tensors(lambda x: x.update({NAME: x[NAME].T})), r"shape = \[32, 24\]: must be"),
     "integers": (
         change_tensors(lambda x: x.update({NAME: np.ones((24, 32), "i1")})),

@@ -6,7 +6,7 @@ In: a run directory. Out: `config.json`, `*.safetensors`, `modeling_dape.py` wit
 Next: `modeling_dape.py`, which loads the checkpoint:
 
     model = AutoModelForCausalLM.from_pretrained("exported", trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained("exported")
+    tokenizer = AutoTokenizer.from_pretrained("exported", trust_remote_code=True)
 """
 
 import dataclasses

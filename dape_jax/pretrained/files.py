@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_FILE = "adapter_config.json"  # of PEFT
+HEADS = ("lm_head.weight", "embed_out.weight")  # names of the unembedding
 
 _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 _COPIES = ["*/*", "consolidated*"]  # the same weights in other formats, as Mistral's and Meta's repositories have
@@ -72,15 +74,17 @@ class Source:
         with _reading(info.file), safetensors.safe_open(info.file, "numpy") as opened:
             return np.asarray(opened.get_tensor(info.name))
 
-    def named_like(self, embedding: str) -> "Source":
+    def named_like(self, embedding: str, is_tied: bool) -> "Source":
         """Return the source with the names that a model with its head has, and without tensors of other modalities.
 
         Wrappers of PyTorch add parts to names ("_orig_mod." of `torch.compile`, "module." of data parallelism), a model
         without its head lacks the first part ("model."), and the text model of a multimodal one has another
-        ("language_model.model.", "model.language_model.").
+        ("language_model.model.", "model.language_model."). `safetensors.torch.save_model` stores a tied table as the
+        head.
 
         Args:
             embedding: name of the embedding in the model with its head.
+            is_tied: whether the head is the embedding.
         """
         prefix, own = f"{embedding.partition('.')[0]}.", embedding.partition(".")[2]
         tensors, others = {}, 0
@@ -98,6 +102,9 @@ class Source:
             logger.info("%s: %s tensors that are not of the text model are ignored", self.directory, f"{others:,}")
         if own and own in tensors:
             tensors = {name if name.startswith("lm_head.") else prefix + name: info for name, info in tensors.items()}
+        for head in HEADS:
+            if is_tied and embedding not in tensors and head in tensors:
+                tensors[embedding] = tensors.pop(head)
         return dataclasses.replace(self, tensors=tensors)
 
 
@@ -132,14 +139,19 @@ def open_source(directory: Path) -> Source:
     """
     allowed = "must be a directory; for a model of the hub: hf download NAME --local-dir=DIRECTORY"
     require(directory.is_dir(), "source", str(directory), allowed)
-    allowed = f"must have {CONFIG_FILE}; merge an adapter into its model first (merge_and_unload())"
+    allowed = (
+        "must be missing: merge the adapter into its model (merge_and_unload()); if it is merged, remove this file"
+    )
+    require(not (directory / ADAPTER_FILE).exists(), "source", str(directory / ADAPTER_FILE), allowed)
+    allowed = f"must have {CONFIG_FILE}; in the hub's cache, name a directory below snapshots"
     require((directory / CONFIG_FILE).exists(), "source", str(directory), allowed)
     config = read_json(directory / CONFIG_FILE)
     if (directory / WEIGHTS_FILE).exists():  # transformers, too, ignores an index beside it
         return Source(directory, config, _read_header(directory / WEIGHTS_FILE))
     if not (directory / INDEX_FILE).exists():
         found = sorted(file.name for file in directory.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-        advice = f"; {found[0]} may run code when it is read: convert it to safetensors first" if found else ""
+        files = short(", ".join(found))
+        advice = f"; pickled files may run code when they are read: convert {files} to safetensors" if found else ""
         raise InputError(f"source = {str(directory)!r}: must have {WEIGHTS_FILE}, or shards and {INDEX_FILE}{advice}")
     return Source(directory, config, _read_index(directory))
 

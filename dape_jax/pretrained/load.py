@@ -29,7 +29,7 @@ from dape_jax.errors import InputError, require, require_package
 from dape_jax.files import read_json
 from dape_jax.model.transformer import Params, TransformerConfig, flat_params, model_structure
 from dape_jax.pretrained.families import BUFFERS, Tensor, family_of, text_config
-from dape_jax.pretrained.files import Source, open_source, short
+from dape_jax.pretrained.files import HEADS, Source, open_source, short
 from dape_jax.sharding import make_mesh, mesh_of_all_devices
 from dape_jax.storage import absolute
 from dape_jax.training import checkpoint
@@ -67,7 +67,7 @@ def import_run(
         require_package(package, "hf", "check", check)
     source = open_source(directory)
     family = family_of(source.config)
-    source = source.named_like(family.tensors["embedding_VD"].name or "")
+    source = source.named_like(family.tensors["embedding_VD"].name or "", "unembedding_DV" not in family.tensors)
     length = family.max_length if train_length is None else train_length
     require(0 < length <= family.max_length, "train_length", length, f"must be 1 to {family.max_length}")
     chosen = source_tokenizer(directory) if tokenizer is None else read_tokenizer(tokenizer, "tokenizer")
@@ -96,23 +96,29 @@ def source_tokenizer(directory: Path) -> Tokenizer:
         InputError: there is no tokenizer, or it cannot be converted.
     """
     file = directory / TOKENIZER_FILE
-    if file.exists():
+    with tempfile.TemporaryDirectory() as folder:
+        if not file.exists():
+            _convert_tokenizer(directory, folder)
+            file = Path(folder, TOKENIZER_FILE)
         names = {token["content"] for token in read_json(file).get("added_tokens", ())}
         end = special_tokens(directory).get("eos_token") if names.isdisjoint(END_TOKENS) else None
         return read_tokenizer(str(file), "tokenizer", end)
+
+
+def _convert_tokenizer(directory: Path, folder: str) -> None:
+    """Write the tokenizer.json that transformers makes of a checkpoint's other files."""
     others = [name for name in ("tokenizer.model", "vocab.json") if (directory / name).exists()]
     allowed = f"has no {TOKENIZER_FILE}; give --tokenizer"
     require(bool(others), "source", str(directory), allowed)
     require_package("transformers", "hf", f"{directory}: tokenizer", others[0])
     import transformers  # large, and needed only here
 
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            transformers.AutoTokenizer.from_pretrained(directory).save_pretrained(folder)
-        except Exception as error:  # of many kinds: a damaged file, or the package sentencepiece is missing
-            reason = " ".join(str(error).split())[:200]
-            raise InputError(f"source = {str(directory)!r}: {others[0]} cannot be converted: {reason}") from error
-        return read_tokenizer(str(Path(folder, TOKENIZER_FILE)), "tokenizer")
+    try:
+        transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False).save_pretrained(folder)
+    except Exception as error:  # of many kinds: a damaged file, or the package sentencepiece is missing
+        reason = " ".join(str(error).split())[:200]
+        advice = "; it needs the package sentencepiece, or tiktoken" if others[0] == "tokenizer.model" else ""
+        raise InputError(f"source = {str(directory)!r}: {others[0]} cannot be converted: {reason}{advice}") from error
 
 
 def run_spec(
@@ -147,7 +153,7 @@ def check_tensors(source: Source, tensors: dict[str, Tensor], num_layers: int) -
                 needed.add(name)
     for name in sorted(set(source.tensors) - needed):
         field = f"{source.directory}: {short(name)}"
-        if "unembedding_DV" not in tensors and name in ("lm_head.weight", "embed_out.weight"):  # some store a copy
+        if "unembedding_DV" not in tensors and name in HEADS:  # some store a copy
             is_copy = np.array_equal(source.read(name), source.read(tensors["embedding_VD"].name or ""))
             require(is_copy, field, "tensor", "must be a copy of the embedding, because tie_word_embeddings is true")
         else:
