@@ -52,7 +52,7 @@ def num_pairs(length: int, window: int | None) -> int:
 def forward_flops(config: TransformerConfig, length: int, batch_size: int) -> Flops:
     """Return the FLOPs that the model needs for the forward pass of a batch of sequences of `length` tokens."""
     pairs = sum(kind.num_layers * num_pairs(length, kind.mask.window) for kind in config.layer_kinds)
-    return _flops(config, length * batch_size, pairs, batch_size, 1, Passes())
+    return _flops(config, length * batch_size, pairs, batch_size)
 
 
 def model_flops(config: TransformerConfig, length: int, batch_size: int) -> Flops:
@@ -65,27 +65,25 @@ def model_flops_per_token(config: TransformerConfig, length: int, batch_size: in
     return model_flops(config, length, batch_size).total / (length * batch_size)
 
 
-@dataclasses.dataclass(frozen=True)
-class Passes:
-    """Cost of each part of a step, in forward passes; a backward pass costs two."""
-
-    projections: int = 1
-    up: int = 1
-    down: int = 1
-    unembedding: int = 1
-    scores: int = 1
-    values: int = 1
-    processor: int = 1
-
-
 def _flops(
-    config: TransformerConfig, tokens: int, pairs: int, batch_size: int, num_bias_batches: int, passes: Passes
+    config: TransformerConfig,
+    tokens: int,
+    pairs: int,
+    batch_size: int,
+    num_bias_batches: int = 1,
+    *,
+    inner: int = 1,
+    down: int = 1,
+    unembedding: int = 1,
+    scores: int = 1,
+    values: int = 1,
 ) -> Flops:
     """Return the FLOPs of all parts.
 
     `tokens` is the number of tokens of the batch, and `pairs` the number of pairs of a query and a key in one sequence,
-    over all layers.
-    Arrays without a batch dim are computed `num_bias_batches` times.
+    over all layers. Arrays without a batch dim are computed `num_bias_batches` times. The last arguments are the costs
+    of parts in forward passes; a backward pass costs two. `inner` is that of a layer's matmuls with weights, except the
+    last one, `down`.
     """
     D, H, G, K, L = config.width, config.num_heads, config.num_kv_heads, config.head_dim, config.num_layers
     F, num_ups = config.mlp_width, 1 + config.gated_mlp
@@ -93,11 +91,11 @@ def _flops(
     if config.bias.reads_content:
         num_bias_batches = batch_size
     return Flops(
-        projections=passes.projections * L * tokens * 2 * D * (2 * H * K + 2 * G * K),
-        mlp=(passes.up * num_ups + passes.down) * L * tokens * 2 * D * F,
-        unembedding=passes.unembedding * tokens * 2 * D * config.num_outputs,
-        attention=(passes.scores + passes.values) * pairs * batch_size * 2 * H * K,
-        processor=passes.processor * pairs * (pair.of_scores * batch_size + pair.of_bias * num_bias_batches),
+        projections=inner * L * tokens * 2 * D * (2 * H * K + 2 * G * K),
+        mlp=(inner * num_ups + down) * L * tokens * 2 * D * F,
+        unembedding=unembedding * tokens * 2 * D * config.num_outputs,
+        attention=(scores + values) * pairs * batch_size * 2 * H * K,
+        processor=scores * pairs * (pair.of_scores * batch_size + pair.of_bias * num_bias_batches),
     )
 
 
@@ -130,21 +128,14 @@ def executed_flops(
     """
     full, recomputed = config.remat == "full", config.remat != "none"
     in_block = isinstance(config.attention, Blockwise | Fused)
-    passes = Passes(
-        projections=3 + full,
-        up=3 + full,
-        down=3,
-        unembedding=3 + chunked_unembedding,
-        scores=3 + recomputed + in_block,
-        values=3 + recomputed,
-        processor=3 + recomputed + in_block,
-    )
     alternate = config.attention if alternate_attention is None else alternate_attention
     pairs = row_parts * sum(
         kind.num_layers * pairs_computed(attention, length, kind.mask.window, row_parts)
         for kind, attention in zip(config.layer_kinds, (config.attention, alternate), strict=False)
     )
-    return _flops(config, length * batch_size, pairs, batch_size, batch_parts * accumulation_steps, passes)
+    passes = {"inner": 3 + full, "down": 3, "unembedding": 3 + chunked_unembedding}
+    passes |= {"scores": 3 + recomputed + in_block, "values": 3 + recomputed}
+    return _flops(config, length * batch_size, pairs, batch_size, batch_parts * accumulation_steps, **passes)
 
 
 def pairs_computed(attention: Implementation, length: int, window: int | None, row_stride: int = 1) -> int:
