@@ -71,6 +71,10 @@ def why_not_fused(
     if mask.row_stride is None:
         return "positions are given; the kernels take consecutive positions, which are those of None"
     is_listing = config is not None and config.key_halo[1] > 0  # if there is no leak
+    is_distance, kind = bias is None or isinstance(bias, DistanceBias), type(bias).__name__
+    is_cudnn, num_rows = platform == "gpu" and config is None, q_BTHK.shape[1]
+    is_whole = mask.row_stride == 1 and num_rows == k_BSGK.shape[1]
+    with_bias = f"cuDNN takes a bias only as an array as large as the scores, not as the function {kind}"
     for is_given, reason in (
         (has_segments, "segment_ids are given; the kernels do not stop at the edges of documents"),
         (scale is not None, "scale is given; the kernels multiply scores by 1 / sqrt(K)"),
@@ -78,13 +82,16 @@ def why_not_fused(
         (not mask.causal, "causal = False; the kernels skip keys after a query"),
         (config is not None and config.leak, "leak = True; the kernels mask before they convolve"),
         (is_listing, "edge = 'listing'; the kernels take only 'prefix', where a row depends on no later key"),
+        (not is_distance, f"{kind} is not a DistanceBias: it is as large as the scores, not a table over distances"),
+        (is_cudnn and bias is not None, with_bias),
+        (is_cudnn and q_BTHK.dtype != jnp.bfloat16, f"q is {q_BTHK.dtype.name}; cuDNN takes bfloat16"),
+        (is_cudnn and sizes["K"] % CUDNN_HEAD_DIM > 0, f"K = {sizes['K']}; cuDNN takes multiples of {CUDNN_HEAD_DIM}"),
+        (is_cudnn and not is_whole, "the rows are not all rows of the sequence, as cuDNN's causal mask assumes"),
     ):
         if is_given:
             return reason
-    if bias is not None and not isinstance(bias, DistanceBias):
-        return f"{type(bias).__name__} is not a DistanceBias: it is as large as the scores, not a table over distances"
-    if platform == "gpu" and config is None:
-        return _why_not_cudnn(q_BTHK, k_BSGK, bias, mask)
+    if is_cudnn:
+        return None
     reason = None if platform == "tpu" else _why_not_nvidia()
     if platform == "gpu" or reason is not None:
         return reason
@@ -101,21 +108,6 @@ def why_not_fused(
             cuda.tilings_of(*args, row_stride)
     except NotImplementedError as error:
         return str(error)
-    return None
-
-
-def _why_not_cudnn(
-    q_BTHK: jax.ShapeDtypeStruct | Array, k_BSGK: jax.ShapeDtypeStruct | Array, bias: DistanceBias | None, mask: Mask
-) -> str | None:
-    """Return why cuDNN cannot compute this causal attention, or None if it can."""
-    if bias is not None:
-        return f"cuDNN takes a bias only as an array as large as the scores, not as the function {type(bias).__name__}"
-    if q_BTHK.dtype != jnp.bfloat16:
-        return f"q is {q_BTHK.dtype.name}; cuDNN takes bfloat16"
-    if q_BTHK.shape[3] % CUDNN_HEAD_DIM:
-        return f"K = {q_BTHK.shape[3]}; cuDNN takes multiples of {CUDNN_HEAD_DIM}"
-    if mask.row_stride != 1 or q_BTHK.shape[1] != k_BSGK.shape[1]:
-        return "the rows are not all rows of the sequence, as cuDNN's causal mask assumes"
     return None
 
 

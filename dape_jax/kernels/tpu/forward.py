@@ -773,22 +773,13 @@ def right_edge(t: Tiling, first: Array, q_BHRK: Array, k_BNGK: Array, operator: 
     return tiling.to_units(t, jnp.stack(results, 2))
 
 
-def lse_shapes(t: Tiling, batch: int) -> Heads:
-    """Return the shapes of the log-sum-exp in HBM."""
-
-    def in_lanes(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((batch, t.num_blocks, math.prod(shape[:-1]) // LANES, LANES), jnp.float32)
-
-    return heads_of(t, in_lanes)
-
-
 def forward_pass(
     t: Tiling, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, first: Array, operator: Operator
 ) -> tuple[Array, Heads]:
     """Run the forward kernel.
 
     Returns:
-        The output [B, T, H, K], and the log-sum-exp; see `lse_shapes`.
+        The output [B, T, H, K], and the log-sum-exp of each row and head [B, blocks, lines / 128, 128].
     """
     batch = q_BTHK.shape[0]
     left = left_blocks(t, operator.left_knee_PCT, operator.left_added_QHT)
@@ -798,6 +789,10 @@ def forward_pass(
 
     def by_block(x: Array) -> tiling.Blocked:
         return tiling.Blocked(x, pl.BlockSpec((1, *x.shape[1:]), lambda b, i, *_: (i, 0, 0, 0)))
+
+    def lse_of(shape: tuple[int, ...]) -> tiling.Blocked:
+        lines = batch, t.num_blocks, math.prod(shape[:-1]) // LANES, LANES
+        return tiling.by_lanes(t, jax.ShapeDtypeStruct(lines, jnp.float32))
 
     outputs = tiling.call(
         t,
@@ -812,9 +807,7 @@ def forward_pass(
             right=None if right is None else tiling.by_sequence(right),
             slab=tiling.slab_of(t, tiling.to_table(t, operator.knee_CN, operator.added_HN)),
         ),
-        outputs=Outputs(
-            out=tiling.by_columns(t, out), lse=jax.tree.map(functools.partial(tiling.by_lanes, t), lse_shapes(t, batch))
-        ),
+        outputs=Outputs(out=tiling.by_columns(t, out), lse=heads_of(t, lse_of)),
         scratch=Scratch(
             scores=heads_scratch(t, t.phases),
             decay=heads_scratch(t),

@@ -592,10 +592,10 @@ def from_pieces(t: Tiling, x: Array) -> Array:
     return x.transpose(0, 1, 5, 3, 2, 4).reshape(batch, -1, groups, dim)[:, : t.num_keys]
 
 
-def by_register(t: Tiling, x_HX: Array, fill: float = 0.0) -> Array:
+def by_register(t: Tiling, x_HX: Array) -> Array:
     """Arrange heads as the lines of a row: [H, ...] -> [head lines, ...], with a quad's lines twice."""
     padded = SUBLANES * t.octets + 4 * t.quads
-    x = jnp.pad(x_HX, ((0, padded - t.num_heads), *((0, 0),) * (x_HX.ndim - 1)), constant_values=fill)
+    x = jnp.pad(x_HX, ((0, padded - t.num_heads), *((0, 0),) * (x_HX.ndim - 1)))
     quad = x[SUBLANES * t.octets :]
     return jnp.concatenate([x, quad]) if t.quads else x
 
@@ -798,9 +798,6 @@ def call(
     `pl.pallas_call`.
     """
 
-    def is_spec(x: Any) -> bool:
-        return isinstance(x, pl.BlockSpec)
-
     def split(tree: Any) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, Blocked))
         return structure.unflatten([x.array for x in leaves]), structure.unflatten([x.spec for x in leaves])
@@ -820,7 +817,9 @@ def call(
         halves = math.gcd(batch, 2)
         grid, semantics = (halves, t.num_blocks, batch // halves), ("parallel", "arbitrary", "arbitrary")
         in_specs, out_specs = jax.tree.map(
-            functools.partial(_by_block_and_sequence, batch // halves), (in_specs, out_specs), is_leaf=is_spec
+            functools.partial(_by_block_and_sequence, batch // halves),
+            (in_specs, out_specs),
+            is_leaf=lambda x: isinstance(x, pl.BlockSpec),
         )
     return pl.pallas_call(
         functools.partial(kernel, t=t),
