@@ -11,6 +11,7 @@ that dict.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -79,6 +80,12 @@ class DistanceBias(nnx.Module):
     ) -> Float[Array, "H T S"]:
         """Return the bias for every (query, key) pair."""
         return self.of_distance(distances(q_pos_T, k_pos_S, causal=causal))
+
+
+def fan_in_uniform(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int) -> nnx.Param:
+    """Return a parameter that is initialised U(+-1/sqrt(fan_in))."""
+    limit = fan_in**-0.5
+    return nnx.Param(jax.random.uniform(rngs.params(), shape, minval=-limit, maxval=limit))
 
 
 def _per_head(x_H: Float[Array, "H"], distance: Distance) -> Float[Array, "H ..."]:
@@ -317,10 +324,7 @@ class Fire(nnx.Module):
     """
 
     def __init__(self, num_heads: int, head_dim: int, config: "FireConfig", rngs: nnx.Rngs):
-        def uniform(shape: tuple[int, ...], fan_in: int) -> nnx.Param:
-            limit = fan_in**-0.5
-            return nnx.Param(jax.random.uniform(rngs.params(), shape, minval=-limit, maxval=limit))
-
+        uniform = functools.partial(fan_in_uniform, rngs)
         self.c = nnx.Param(jnp.asarray(config.initial_c, jnp.float32))
         self.threshold_multiplier = nnx.Param(jnp.ones((), jnp.float32))
         self.hidden_M = uniform((config.width,), 1)

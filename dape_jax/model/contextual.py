@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dape_jax.errors import positive, require
-from dape_jax.model.biases import BIASES, BiasConfig
+from dape_jax.model.biases import BIASES, BiasConfig, fan_in_uniform
 from dape_jax.model.scores import VisiblePairs, over_heads, products
 from dape_jax.sharding import full_precision
 
@@ -126,8 +126,7 @@ class TransformerXL(nnx.Module):
     def __init__(self, num_heads: int, head_dim: int, config: "TransformerXLConfig", rngs: nnx.Rngs):
         width, shape = num_heads * head_dim, (num_heads, head_dim)
         require(width % 2 == 0, "model.width", width, "must be even for Transformer-XL's sines and cosines")
-        limit = width**-0.5
-        self.relative_DHK = nnx.Param(jax.random.uniform(rngs.params(), (width, *shape), minval=-limit, maxval=limit))
+        self.relative_DHK = fan_in_uniform(rngs, (width, *shape), width)
         self.content_HK = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
         self.position_HK = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
 

@@ -8,7 +8,6 @@ To add one, write a module and a frozen config, and add a line to `PROCESSORS` a
 
 import dataclasses
 import functools
-import math
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dape_jax.errors import InputError, one_of, positive, require
-from dape_jax.model.biases import Bias
+from dape_jax.model.biases import Bias, fan_in_uniform
 from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.scores import VisiblePairs, over_heads
 from dape_jax.sharding import device_platform, full_precision, split_batch, vary_alike
@@ -378,10 +377,7 @@ class Dape(nnx.Module, Processor):
     """DAPE V2 as a module. Kernels and biases are initialised U(+-1/sqrt(fan_in)), as in PyTorch's Conv2d."""
 
     def __init__(self, num_heads: int, has_bias: bool, config: "DapeConfig", dtype: DTypeLike | None, rngs: nnx.Rngs):
-        def uniform(shape: tuple[int, ...], fan_in: int) -> nnx.Param:
-            limit = 1 / math.sqrt(fan_in)
-            return nnx.Param(jax.random.uniform(rngs.params(), shape, minval=-limit, maxval=limit))
-
+        uniform = functools.partial(fan_in_uniform, rngs)
         width, channels = config.kernel_width, config.channels
         reads_scores = config.inputs != "bias"
         reads_bias = has_bias and config.inputs != "scores"
