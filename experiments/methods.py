@@ -7,7 +7,7 @@ recipe. To add a method, add a line to `METHODS`.
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,7 +195,7 @@ class Less:
 class Claim:
     """Claim of the paper: all of its pairs hold, or `at_least` of them; `verdicts.py` defines a pair."""
 
-    comparisons: tuple[Less, ...]
+    comparisons: Sequence[Less]
     at_least: int | None = None
     note: str = ""  # other explanations of the verdict
 
@@ -261,11 +261,6 @@ def format_lengths(lengths: tuple[int, ...]) -> str:
 Names = str | tuple[str, ...]
 
 
-def claim(*comparisons: Less, at_least: int | None = None, note: str = "") -> Claim:
-    """Return the claim that all comparisons hold, or those of `at_least` pairs."""
-    return Claim(comparisons, at_least, note)
-
-
 def names(methods: Names | float) -> tuple[Any, ...]:
     """Return one method or several, or a number in their place, as a tuple."""
     return methods if isinstance(methods, tuple) else (methods,)
@@ -290,24 +285,24 @@ def better(
     def side(name: str | float, train_length: int, length: int) -> Result | float:
         return cell(name, train_length, length, size) if isinstance(name, str) else name
 
-    comparisons = (
+    comparisons = [
         Less(side(method, train_length, length), side(other, train_length, length), factor)
         for method in names(low)
         for other in names(others)
         for train_length in train_lengths
         for length in lengths(train_length)
-    )
-    return claim(*comparisons, note=note)
+    ]
+    return Claim(comparisons, note=note)
 
 
 def easier_at(longest: int, methods: Names, train_lengths: tuple[int, ...] = AT) -> Claim:
     """Return the claim that each method is better at `longest` than at its train length."""
-    return claim(*(Less(cell(name, t, longest), cell(name, t, t)) for t in train_lengths for name in names(methods)))
+    return Claim([Less(cell(name, t, longest), cell(name, t, t)) for t in train_lengths for name in names(methods)])
 
 
 def outscores(high: Names, low: Names, tasks: tuple[str, ...], at_least: int | None = None, note: str = "") -> Claim:
     """Return the claim that the best of methods `high` is better than the best of `low`, on each task."""
-    return claim(*(Less(score(names(low), t), score(names(high), t)) for t in tasks), at_least=at_least, note=note)
+    return Claim([Less(score(names(low), t), score(names(high), t)) for t in tasks], at_least, note)
 
 
 def models_of(experiment: Experiment) -> list[Model]:

@@ -16,7 +16,6 @@ from experiments.methods import (
     better,
     beyond,
     cell,
-    claim,
     easier_at,
     lengths_from,
     outscores,
@@ -100,8 +99,8 @@ PAPER = {
                 DAPE1X3, (*BASELINES, DAPE1X1), lengths=beyond
             ),
             **WIDER_IS_BETTER,
-            "RoPE fails at twice the train length: perplexity there is more than doubled": claim(
-                *(Less(cell("rope", t, t), cell("rope", t, 2 * t), 0.5) for t in (128, 512))
+            "RoPE fails at twice the train length: perplexity there is more than doubled": Claim(
+                [Less(cell("rope", t, t), cell("rope", t, 2 * t), 0.5) for t in (128, 512)]
             ),
             "the longest length is easier for DAPE1x3-Kerple than the train length": easier_at(8192, DAPE1X3),
         },
@@ -114,22 +113,22 @@ PAPER = {
         skipped=tuple(("rope", t) for t in (256, 512, 1024, 2048)),
         step_tokens=32_768,
         claims={
-            "DAPE1x3-Kerple trained at 128 is as good as RoPE trained at 4096 (to 2 %), both evaluated at 4096": claim(
-                Less(cell(DAPE1X3, 128, 4096), cell("rope", 4096, 4096), 1.02)
+            "DAPE1x3-Kerple trained at 128 is as good as RoPE trained at 4096 (to 2 %), both evaluated at 4096": Claim(
+                [Less(cell(DAPE1X3, 128, 4096), cell("rope", 4096, 4096), 1.02)]
             ),
-            "DAPE1x3-Kerple trained at 512 is better than RoPE trained at 4096, both evaluated at 4096": claim(
-                Less(cell(DAPE1X3, 512, 4096), cell("rope", 4096, 4096))
+            "DAPE1x3-Kerple trained at 512 is better than RoPE trained at 4096, both evaluated at 4096": Claim(
+                [Less(cell(DAPE1X3, 512, 4096), cell("rope", 4096, 4096))]
             ),
-            SHORTER_IS_BETTER: claim(
-                *(Less(cell(method, 128, 128), cell("rope", 4096, 128)) for method in (DAPE1X3, "rope"))
+            SHORTER_IS_BETTER: Claim(
+                [Less(cell(method, 128, 128), cell("rope", 4096, 128)) for method in (DAPE1X3, "rope")]
             ),
-            "at lengths of 128 to 2048, the best DAPE1x3-Kerple is the one trained at that length": claim(
-                *(
+            "at lengths of 128 to 2048, the best DAPE1x3-Kerple is the one trained at that length": Claim(
+                [
                     Less(cell(DAPE1X3, at, at), cell(DAPE1X3, t, at))
                     for at in SAME_TOKENS[:-1]
                     for t in SAME_TOKENS
                     if t != at
-                )
+                ]
             ),
         },
     ),
@@ -238,12 +237,12 @@ PAPER = {
             "on most tasks, the best of all methods is one with DAPE (1x1 or 1x3)": outscores(
                 TABLE6_DAPE, TABLE6_BASELINES, PRINTED_TASKS, at_least=len(PRINTED_TASKS) // 2 + 1, note=FIRE_NOTE
             ),
-            "with most tasks and biases, DAPE with one of the kernel sizes 1 and 3 is better than without DAPE": claim(
-                *(
+            "with most tasks and biases, DAPE with one of the kernel sizes 1 and 3 is better than without DAPE": Claim(
+                [
                     Less(score((bias,), task), score((f"dape1x1-{bias}", f"dape1x3-{bias}"), task))
                     for bias in ADDITIVE
                     for task in PRINTED_TASKS
-                ),
+                ],
                 at_least=len(ADDITIVE) * len(PRINTED_TASKS) // 2 + 1,
                 note=FIRE_NOTE,
             ),
@@ -258,11 +257,11 @@ PAPER = {
         metric="step_ms",
         step_batch=1,
         claims={
-            NEARER_TIMES: claim(
-                *(
+            NEARER_TIMES: Claim(
+                [
                     Less(cell(DAPE1X3, 512, 512, size), cell("kerple", 512, 512, size), 1 / ratio)
                     for size, ratio in (("350m", 0.75), ("2.7b", 0.82), ("6.7b", 0.89))
-                )
+                ]
             )
         },
     ),

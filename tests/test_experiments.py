@@ -20,7 +20,7 @@ from dape_jax.tasks import CHE as TASKS
 from experiments import __main__ as experiments_main
 from experiments import methods, plots, report, run, runs, verdicts
 from experiments.catalogue import EXPERIMENTS
-from experiments.methods import METHODS, PRESETS, Experiment, Less, Preset, Result, TaskPreset, cell, claim, score
+from experiments.methods import METHODS, PRESETS, Claim, Experiment, Less, Preset, Result, TaskPreset, cell, score
 from experiments.run import PlannedRun, Run, config_of, run_experiment, runs_of
 from experiments.runs import Group, Series, add_run, paper_groups, read_groups, read_lines, read_runs, write_lines
 from experiments.settings import Settings
@@ -222,8 +222,8 @@ def test_committed_reports_are_those_of_the_committed_runs():
 
 # ---- running
 
-CLAIM = {"ALiBi is within ten times Kerple": claim(Less(cell("alibi", 16, 32), cell("kerple", 16, 32), 10.0))}
-TASK_CLAIM = {"ALiBi is better": claim(Less(*(score((method,), "even_pairs", 4) for method in ("kerple", "alibi"))))}
+CLAIM = {"ALiBi is within ten times Kerple": Claim([Less(cell("alibi", 16, 32), cell("kerple", 16, 32), 10.0)])}
+TASK_CLAIM = {"ALiBi is better": Claim([Less(*(score((method,), "even_pairs", 4) for method in ("kerple", "alibi")))])}
 SIZES = {"model.num_layers": 1, "model.width": 16, "model.num_heads": 2, "train.validation_batches": 1}
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dape_jax.errors import InputError
 from experiments import report, runs, verdicts
-from experiments.methods import Less, Model, cell, claim, score
+from experiments.methods import Claim, Less, Model, cell, score
 from experiments.verdicts import Sample, describe, difference, holm, judge
 
 pytestmark = pytest.mark.extra
@@ -121,7 +121,7 @@ def test_a_model_that_diverged_is_worse_than_any_other(of_low: float, of_high: f
     """Between two of them nothing is shown, whatever the factor; NaN shows nothing."""
     logs = {A: dict.fromkeys((0, 1), math.log(of_low)), B: dict.fromkeys((0, 1), math.log(of_high))}
     for factor in (0.5, 1.0, 2.0):
-        judgement = judge(claim(Less(A, B, factor)), lookup_of(logs), "perplexity")
+        judgement = judge(Claim([Less(A, B, factor)]), lookup_of(logs), "perplexity")
         assert judgement.verdict == verdict
         assert len(str(judgement.deciding)) < 40
 
@@ -154,7 +154,7 @@ def test_all_lengths_of_two_models_are_one_pair():
     for (method, *_), at in cells.items():
         if method == "a":
             values[at] = {0: 0.5, 1: 0.5001, 2: 0.5}
-    better = claim(*(Less(cells["a", t, at], cells["b", t, at]) for t in (16, 32) for at in (32, 64, 128)))
+    better = Claim([Less(cells["a", t, at], cells["b", t, at]) for t in (16, 32) for at in (32, 64, 128)])
     judgement = judge(better, lookup_of(values), "perplexity")
     assert (judgement.verdict, *verdicts_of(judgement)) == ("holds", "holds", "holds")
 
@@ -184,12 +184,12 @@ def test_all_lengths_of_two_models_are_one_pair():
 
 def test_comparisons_are_of_the_same_seed_and_need_it_on_both_sides():
     values = {A: {0: 1.0, 1: 5.0, 2: 3.0, 7: 9.0}, B: {0: 1.1, 1: 5.1, 2: 3.1, 3: 0.1}}
-    assert judge(claim(Less(A, B)), lookup_of(values), "perplexity").verdict == "holds"
+    assert judge(Claim([Less(A, B)]), lookup_of(values), "perplexity").verdict == "holds"
     for side in (A, B):
         one = values | {side: {0: values[side][0]}}
-        assert judge(claim(Less(A, B)), lookup_of(one), "perplexity").verdict == "not tested"
-    assert judge(claim(), lookup_of(values), "perplexity").verdict == "not tested"
-    missing = claim(Less(A, B), Less(cell("c", 16, 16), B))
+        assert judge(Claim([Less(A, B)]), lookup_of(one), "perplexity").verdict == "not tested"
+    assert judge(Claim([]), lookup_of(values), "perplexity").verdict == "not tested"
+    missing = Claim([Less(A, B), Less(cell("c", 16, 16), B)])
     assert judge(missing, lookup_of(values | {cell("c", 16, 16): {}}), "perplexity").verdict == "not tested"
 
 
