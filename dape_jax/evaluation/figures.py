@@ -167,7 +167,10 @@ def _plot(
                 points = [point for point in run[of_run] if x in point]  # not the differences of means
                 _curve(panel, [point[x] for point in points], points, of_point, run["name"], style | style_more)
         ends = [point[x] for point in results[0][name]]
-        lengths_axis(panel, [2**octave for octave in range(ends[-1].bit_length())] if by_position else ends)
+        ticks = [2**octave for octave in range(ends[-1].bit_length())] if by_position else ends
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(ticks, [str(tick) for tick in ticks], rotation=45 if len(ticks) > 8 else 0)
+        panel.grid(alpha=0.3)
         panel.set(xlabel="position in the window (tokens)" if by_position else XLABEL, ylabel=label)
         panel.label_outer()
     add_legend(figure)
@@ -289,19 +292,10 @@ def add_legend(figure: Figure) -> None:
     )
 
 
-def lengths_axis(axes: Axes, ticks: Sequence[int]) -> None:
-    """Scale the x axis by powers of two, label the lengths and draw a grid."""
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [str(length) for length in ticks])
-    axes.grid(alpha=0.3)
-    if len(ticks) > 8:
-        axes.tick_params(axis="x", labelrotation=45)
-
-
-def log_axis(axes: Axes, name: str = "y") -> None:
-    """Scale an axis by powers of ten, labelled with plain numbers; call it after plotting."""
-    axes.set(**{f"{name}scale": "log"})
-    axis, (low, high) = (axes.yaxis, axes.get_ylim()) if name == "y" else (axes.xaxis, axes.get_xlim())
+def log_axis(axes: Axes) -> None:
+    """Scale the y axis by powers of ten, labelled with plain numbers; call it after plotting."""
+    axes.set_yscale("log")
+    axis, (low, high) = axes.yaxis, axes.get_ylim()
     axis.set_major_formatter("{x:g}")
     axis.set_tick_params(which="both", length=3.5, pad=3.5)  # else minor labels are beside the line of the major ones
     # The longer the axis, the fewer labels fit between powers of ten: all, those at 2 and 5, or none.

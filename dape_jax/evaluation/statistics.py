@@ -52,12 +52,6 @@ def scores_by_length(documents: Documents, nll_by_length: NllByLength) -> Scores
     return Scores(documents, list(nll_by_length), nats[None], tokens)
 
 
-def bin_ends(length: int) -> Int[np.ndarray, "bins"]:
-    """Return the last position of every bin; see `scores_by_position`."""
-    octaves = np.arange(0, np.log2(length) * BINS_PER_OCTAVE) / BINS_PER_OCTAVE
-    return np.append(np.unique(np.floor(2**octaves).astype(int)), length)
-
-
 def scores_by_position(documents: Documents, nll_by_length: NllByLength) -> Scores:
     """Return the scores of one run in bins of the positions in windows of the only length.
 
@@ -68,7 +62,9 @@ def scores_by_position(documents: Documents, nll_by_length: NllByLength) -> Scor
         1 | 2 | .. | 25 | 26 | 27 28 | 29 | 30 | 31 32 | 33 | 34 | 35 36 | 37 38 | 39 | 40 41 | ..
     """
     (nll,) = nll_by_length.values()
-    ends = bin_ends(nll.shape[1])
+    length = nll.shape[1]
+    octaves = np.arange(0, np.log2(length) * BINS_PER_OCTAVE) / BINS_PER_OCTAVE
+    ends = np.append(np.unique(np.floor(2**octaves).astype(int)), length)
     nats = np.add.reduceat(nll, np.append(0, ends[:-1]), axis=1)
     return Scores(documents, ends.tolist(), nats[None], np.tile(np.diff(ends, prepend=0), (len(nll), 1)))
 

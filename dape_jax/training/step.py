@@ -238,7 +238,7 @@ def positions_of(batch: dict[str, Array]) -> Int[Array, "T"] | None:
     return batch["positions"][0] if "positions" in batch and "segment_ids" not in batch else None
 
 
-def make_nll_step(graphdef: nnx.GraphDef, last_tokens: int, logits_chunk_tokens: int = 1024) -> Wrapped:
+def make_nll_step(graphdef: nnx.GraphDef, last_tokens: int) -> Wrapped:
     """Return the jitted `step(params, batch) -> nll_BT` for the last `last_tokens` targets of each row.
 
     Logits are computed for those positions only; see `nll_of_features`.
@@ -247,7 +247,7 @@ def make_nll_step(graphdef: nnx.GraphDef, last_tokens: int, logits_chunk_tokens:
     def step(params: Params, batch: dict[str, Array]) -> Float[Array, "B T"]:
         model = nnx.merge(graphdef, params)
         features_BTD = model.features(batch["inputs"], num_last=last_tokens, segment_ids=batch.get("segment_ids"))
-        return nll_of_features(model, features_BTD, batch["targets"][:, -last_tokens:], logits_chunk_tokens)
+        return nll_of_features(model, features_BTD, batch["targets"][:, -last_tokens:], 1024)
 
     return jax.jit(step)
 
