@@ -166,7 +166,8 @@ def _parse(arguments: list[str]) -> list[str]:
     names = {each: each.lstrip("-").partition("=")[0] for each in arguments[1:] if re.match("--?[^-0-9]", each)}
     unknown = {each: name for each, name in names.items() if not {name, name.removeprefix("no")} & set(flags.FLAGS)}
     if unknown:
-        nearest = [did_you_mean(name, flags.FLAGS, "--") or "; see --help" for name in unknown.values()]
+        fields = "; fields of the config are --config.SECTION.FIELD=VALUE" * ("config" in flags.FLAGS)
+        nearest = [did_you_mean(name, flags.FLAGS, "--") or f"{fields}; see --help" for name in unknown.values()]
         raise InputError(*(f"{each}: no such flag{advice}" for each, advice in zip(unknown, nearest, strict=True)))
     try:
         return flags.FLAGS(arguments)

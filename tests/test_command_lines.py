@@ -111,6 +111,10 @@ REFUSED = {
     # flags of programs
     f"{TRAIN}quickstart.py train.num_steps=3": ["train.num_steps=3 & --name=value"],
     "train.py --help=optimiser": ["--help = 'optimiser' & optimizer?"],
+    "train.py --data.path=tests --num_steps=8": [
+        "--data.path=tests & fields of the config are --config.SECTION.FIELD=VALUE",
+        "--num_steps=8 & fields of the config are --config.SECTION.FIELD=VALUE",
+    ],
     "train.py": ["--config: must be given", "--workdir: must be given"],
     "eval.py --workdir=run --lenghts=8": ["--lenghts=8 & did you mean --lengths?"],
     "eval.py --workdir=a --workdir=b": ["--workdir=b: must be given once, with commas"],

@@ -699,7 +699,12 @@ def test_a_split_of_a_corpus_or_all_of_a_text_is_scored(runs, trained_root, tmp_
         evaluate(runs[:1], data=data.path, split="train", output=output)
 
 
-def test_texts_that_changed_or_differ_are_refused(runs, monkeypatch, tmp_path):
+def test_texts_that_moved_changed_or_differ_are_refused(runs, monkeypatch, tmp_path):
+    """--data with the moved text would score what the run was trained on."""
+    model = read_trained(runs[0], "newest", {})
+    data = dataclasses.replace(model.run.data, path="moved.txt")
+    with pytest.raises(InputError, match=r"'moved.txt': does not exist.*make it a link.*raw text as a whole"):
+        corpora_of(dataclasses.replace(model, run=dataclasses.replace(model.run, data=data)), None)
     with monkeypatch.context() as patch:
         patch.setattr(perplexity, "load_corpora", tiny.changed_corpus(tmp_path))
         with pytest.raises(InputError, match=r"data.path = .*no longer holds the text .*--data"):

@@ -693,7 +693,7 @@ def test_another_recipe_is_refused_and_named(tmp_path: Path, monkeypatch, comple
         assert "\n" not in str(caught.value)
         assert content() == before
     os.utime("in/a.jsonl", ns=(1, 1))
-    with pytest.raises(InputError, match=r"a\.jsonl = .* was made with"):
+    with pytest.raises(InputError, match=r"a\.jsonl = .* \(bytes and time of change\): .* was made with"):
         prepare(given)
 
 

@@ -310,7 +310,7 @@ def choose_windows(store: TokenStore, longest: int, max_windows: int, first: int
         if taken < windows_each[document]
     ]
     longest_document = max(document_lengths)
-    allowed = f"must be at most {longest_document - 1}: the longest document has {longest_document} tokens"
+    allowed = f"must be at most {longest_document - 1} (--lengths): the longest document has {longest_document} tokens"
     require(bool(windows), "evaluation.lengths", longest, allowed)
     return windows[:max_windows]
 

@@ -180,7 +180,8 @@ def corpora_of(
             `data.path` has changed since training.
     """
     config, workdir = dataclasses.replace(trained.run.data, seed=0), trained.workdir
-    advice = f"the corpus of {workdir}; name another to score with --data"
+    advice = f"the corpus of {workdir}; if it was moved, run where this path is right or make it a link. --data "
+    advice += "scores another text, raw text as a whole"
     if data is not None:
         tokenizer = workdir / TOKENIZER_FILE
         name = str(tokenizer) if tokenizer.exists() else "bytes"

@@ -160,7 +160,8 @@ def _check_recipe(directory: Path, recipe: dict[str, Any]) -> None:
     old, new = ({**each, "input": [*each["input"]], **each["input"]} for each in (saved, recipe))
     for name in sorted(old | new, key="input".__eq__):  # the order of the files is compared last
         found, given = (str(each.get(name))[:200] for each in (old, new))
-        allowed = f"must be {found}: {directory} was made with it; for another, delete it or give a new output"
+        kind = " (bytes and time of change)" * (name in saved["input"] | recipe["input"])
+        allowed = f"must be {found}{kind}: {directory} was made with it; for another, delete it or give a new output"
         require(old.get(name) == new.get(name), name, given, allowed)
 
 
