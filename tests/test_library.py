@@ -25,7 +25,7 @@ from tiny import SPEC
 import dape_jax
 from dape_jax import AlibiConfig, Blockwise, DapeConfig, Dense, KerpleConfig, attend, dape, masked_softmax
 from dape_jax.config import read_model
-from dape_jax.model import processors
+from dape_jax.model import attention, processors
 from dape_jax.model.flops import forward_flops
 from dape_jax.model.processors import PlainConfig
 from dape_jax.model.transformer import model_structure
@@ -454,6 +454,37 @@ def test_wrong_arrays_are_named():
     ):
         with pytest.raises(dape_jax.InputError, match=words):
             attend(*args, **options)
+    for args, options, words in (
+        ((x[0], x), {}, r"q_BTHK\.shape = \(16, 4, 8\): must be \[B, T, H, K\]"),
+        ((x, x[:, :5]), {}, r"q_BTHK\.shape = .* must have T <= S"),
+        ((x, x), {"bias": KerpleConfig()}, r"bias = KerpleConfig\(.*its build\(\) returns"),
+    ):
+        with pytest.raises(dape_jax.InputError, match=words):
+            dape_jax.score(*args, **options)
+    visible, scores = np.tril(np.ones((T, T), bool)), np.zeros((B, H, T, T), np.float32)
+    for mask in (np.where(visible, 0.0, -1e9), visible.astype(int), np.tile(visible, (H, 1, 1))):
+        with pytest.raises(dape_jax.InputError, match=r"mask = .*: must be booleans, \[T, S\] or \[B, 1, T, S\]"):
+            masked_softmax(scores, mask)
+
+
+@pytest.mark.usefixtures("no_annotations")
+def test_numbers_of_any_type_are_arguments_of_the_compiled_function(monkeypatch):
+    monkeypatch.setattr(attention, "_attend", None)  # it is compiled again in every call
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, T, H, K))
+    expected = attend(q, k, v, scale=1.0, cap=3.0)
+    for kind in (int, np.float32):
+        np.testing.assert_allclose(attend(q, k, v, scale=kind(1), cap=kind(3)), expected, atol=1e-6)
+
+
+def test_a_bias_has_forward_derivatives_without_dape():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 8, H, K))
+    bias = KerpleConfig().build(H, K, nnx.Rngs(0))
+    forward, reverse = (
+        jax.jit(of(lambda bias: (attend(q, k, v, bias=bias) ** 2).sum())) for of in (jax.jacfwd, jax.grad)
+    )
+    grads = reverse(bias)
+    assert np.abs(grads.p_H[...]).max() > 1e-2
+    chex.assert_trees_all_close(forward(bias), grads, rtol=1e-4, atol=1e-5)
 
 
 def test_unsigned_positions_lists_and_padding_are_positions():

@@ -57,9 +57,15 @@ def score(
     scale: Float[Array, ""] | float | None = None,
     cap: Float[Array, ""] | float | None = None,
 ) -> Scores:
-    """Return the first half of `attend`: scores, bias and mask, the arguments of a processor."""
-    positions = _positions(q_BTHK.shape[1], k_BSGK.shape[1], q_pos_T, k_pos_S)
-    return _score(q_BTHK, k_BSGK, positions, ScoreMod(bias, scale=scale, cap=cap), Mask(causal, window))
+    """Return the first half of `attend`: scores, bias and mask, the arguments of a processor.
+
+    Raises:
+        InputError: as `attend`.
+    """
+    score_mod = ScoreMod(bias, scale=scale, cap=cap)
+    q_pos, k_pos = check_arguments(q_BTHK, k_BSGK, k_BSGK, q_pos_T, k_pos_S, score_mod)
+    positions = _positions(q_BTHK.shape[1], k_BSGK.shape[1], q_pos, k_pos)
+    return _score(q_BTHK, k_BSGK, positions, score_mod, Mask(causal, window))
 
 
 def attend(
@@ -118,10 +124,8 @@ def attend(
     chosen: Any = named[implementation]() if implementation in named else implementation
     allowed = f"must be one of {list(named)}, or an instance of one"
     require(isinstance(chosen, Implementation), "implementation", implementation, allowed)
-    q_pos, k_pos = (x if x is None or isinstance(x, jax.Array) else np.asarray(x) for x in (q_pos_T, k_pos_S))
     score_mod = ScoreMod(bias, Plain() if processor is None else processor, scale, cap)
-    check_modules(score_mod)
-    check_arrays(q_BTHK, k_BSGK, v_BSGK, q_pos, k_pos, score_mod.processor.key_halo != (0, 0))
+    q_pos, k_pos = check_arguments(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, score_mod)
     given = q_pos is not None or k_pos is not None
     starts_BS = None
     if segment_ids is not None:
@@ -134,7 +138,7 @@ def attend(
     mask = Mask(causal, window, row_stride=None if given else 1)
     args = q_BTHK, k_BSGK, v_BSGK, positions, score_mod
     # A bias or processor that is a plain function is no argument of a compiled function.
-    are_arrays = all(isinstance(leaf, jax.Array | np.ndarray | float) for leaf in jax.tree.leaves(args))
+    are_arrays = all(isinstance(leaf, jax.Array | np.ndarray | float) for leaf in jax.tree.leaves(score_mod[:2]))
     return (_attend_compiled if are_arrays else _attend)(chosen, mask, *args)
 
 
@@ -188,8 +192,12 @@ def _positions(num_rows: int, num_keys: int, q_pos: Any, k_pos: Any, starts_BS: 
     return Positions(q_pos_T, k_pos_S, None if starts_BS is None else starts_BS[:, num_keys - num_rows :], starts_BS)
 
 
-def check_arrays(q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, q_pos_T: Any, k_pos_S: Any, mixes_keys: bool) -> None:
-    """Raise `InputError` if dtypes, shapes or positions are wrong."""
+def check_arguments(
+    q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, q_pos_T: Any, k_pos_S: Any, score_mod: ScoreMod
+) -> tuple[Any, Any]:
+    """Return the positions as arrays, or raise `InputError` if modules, dtypes, shapes or positions are wrong."""
+    check_modules(score_mod)
+    q_pos_T, k_pos_S = (x if x is None or isinstance(x, jax.Array) else np.asarray(x) for x in (q_pos_T, k_pos_S))
     for name, x, layout, pos_name, pos in (
         ("q_BTHK", q_BTHK, "B, T, H, K", "q_pos_T", q_pos_T),
         ("k_BSGK", k_BSGK, "B, S, G, K", "k_pos_S", k_pos_S),
@@ -209,7 +217,7 @@ def check_arrays(q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, q_pos_T: Any, k_po
             require(x.shape[1] == len(pos), f"{name}.shape", x.shape, allowed)
     if k_pos_S is not None and not isinstance(k_pos_S, Tracer):
         pos = np.asarray(k_pos_S).astype(np.int64)
-        pos = pos if mixes_keys else pos[pos >= 0]
+        pos = pos[pos >= 0] if score_mod.processor.key_halo == (0, 0) else pos
         falls = np.flatnonzero((pos[1:] >= 0) & ((pos[:-1] < 0) | (np.diff(pos) <= 0)))[:1].tolist()
         allowed = "must increase, padding last; for packed documents or padding on the left give segment_ids instead"
         require(not falls, "k_pos_S", [pos[each : each + 2].tolist() for each in falls], allowed)
@@ -220,6 +228,7 @@ def check_arrays(q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, q_pos_T: Any, k_po
     allowed = f"[B, T, H, K] must have T <= S if q_pos_T is None; S = {k_BSGK.shape[1]}"
     require(q_pos_T is not None or num_rows <= k_BSGK.shape[1], "q_BTHK.shape", q_BTHK.shape, allowed)
     require(heads % groups == 0, "num_kv_heads", groups, f"must divide num_heads = {heads}")
+    return q_pos_T, k_pos_S
 
 
 def check_modules(score_mod: ScoreMod) -> None:

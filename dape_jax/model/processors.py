@@ -113,15 +113,14 @@ def broadcast_batch(x_BXYZ: Float[Array, "#B X Y Z"], batch: int) -> Float[Array
     return _broadcast_batch(x_BXYZ, batch)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _broadcast_batch(x_1XYZ: Array, batch: int) -> Array:
     return jnp.broadcast_to(x_1XYZ, (batch, *x_1XYZ.shape[1:]))
 
 
-_broadcast_batch.defvjp(
-    lambda x_1XYZ, batch: (_broadcast_batch(x_1XYZ, batch), None),
-    lambda batch, _, dy_BXYZ: (functools.reduce(jnp.add, jnp.split(dy_BXYZ, batch)),),
-)
+@_broadcast_batch.defjvp
+def _broadcast_batch_jvp(batch: int, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return _broadcast_batch(*primals, batch), jnp.concatenate(tangents * batch)  # its transpose adds one part at a time
 
 
 class Plain(nnx.Module, Processor):

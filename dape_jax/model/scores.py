@@ -98,7 +98,13 @@ def segment_starts(segment_ids_BS: Int[Array, "B S"]) -> Int[Array, "B S"]:
 
 
 def over_heads(mask: VisiblePairs) -> Bool[Array, "_ 1 T S"]:
-    """Return the mask with the dims of scores, [B, H, T, S]; those that it does not depend on are 1."""
+    """Return the mask with the dims of scores, [B, H, T, S]; those that it does not depend on are 1.
+
+    Raises:
+        InputError: the mask is not of booleans, as one that is added to scores, or has other dims.
+    """
+    allowed = "must be booleans, [T, S] or [B, 1, T, S], True where the query sees the key"
+    require(mask.dtype == bool and mask.ndim in (2, 4), "mask", f"{mask.dtype.name} {mask.shape}", allowed)
     return mask[None, None] if mask.ndim == 2 else mask
 
 
