@@ -30,7 +30,8 @@ from dape_jax.evaluation.accuracy import Tapes, compile_tapes, length_accuracy
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.programs import padded_batches, predicted_bytes
 from dape_jax.evaluation.report import ReportPaths
-from dape_jax.evaluation.trained import TrainedModel, read_trained, restore
+from dape_jax.evaluation.trained import TrainedModel, are_algorithmic, read_trained, restore
+from dape_jax.files import write_json
 from dape_jax.model.attention import Dense
 from dape_jax.model.loss import nll
 from dape_jax.model.transformer import ENCODER, Params, Transformer, TransformerConfig, model_structure
@@ -418,6 +419,15 @@ def test_the_smallest_number_of_positions_and_a_wrong_task():
     TaskRunConfig.from_dict(spec("task=duplicate_string,positions=60"))
     with pytest.raises(InputError, match=r"config argument = 'task=odd_pairs': must be one of .*'even_pairs'"):
         get_config("task=odd_pairs")
+
+
+def test_runs_on_tasks_are_not_compared_with_others(runs, tmp_path):
+    """A workdir without a run is refused as such, whatever the others are."""
+    assert are_algorithmic([*runs, tmp_path / "none"])
+    assert not are_algorithmic([tmp_path / "none"])
+    write_json(tmp_path / "config.json", {"config": {"data": {"path": "text"}}, "data_digest": ""})
+    with pytest.raises(InputError, match=r"workdir = .*must be all runs on tasks or all language models"):
+        are_algorithmic([*runs, tmp_path])
 
 
 def test_bad_evaluations_are_named_before_the_work(runs, tmp_path, monkeypatch):

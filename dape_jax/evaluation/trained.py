@@ -68,13 +68,13 @@ def fields_without(run: RunConfig | TaskRunConfig, names: Sequence[str], *, seed
 
 
 def are_algorithmic(workdirs: Sequence[epath.PathLike]) -> bool:
-    """Return whether the runs are on algorithmic tasks; a workdir without a run counts as a language model.
+    """Return whether the runs are on algorithmic tasks; a workdir without a run counts as either, and is refused later.
 
     Raises:
         InputError: some are and others are not.
     """
-    configs = {str(workdir): checkpoint.read_config(workdir) for workdir in workdirs}
-    tasks = [workdir for workdir, saved in configs.items() if saved is not None and is_algorithmic(saved["config"])]
+    configs = {str(each): saved for each in workdirs if (saved := checkpoint.read_config(each)) is not None}
+    tasks = [workdir for workdir, saved in configs.items() if is_algorithmic(saved["config"])]
     allowed = f"must be all runs on tasks or all language models; {tasks} are runs on tasks"
     require(len(tasks) in (0, len(configs)), "workdir", list(configs), allowed)
     return bool(tasks)
