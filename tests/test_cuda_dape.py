@@ -247,7 +247,7 @@ def test_machine_code(cuda_aot, tmp_path):  # noqa: F811
 
 
 def test_the_exported_files_import_torch_only(tmp_path):
-    export.write_code(tmp_path)
+    export.write_code(str(tmp_path))  # as in docs/pretrained.md
     names = {"modeling_dape.py", "cuda_dape.py", "cuda_kernels.py"}
     assert {path.name for path in tmp_path.iterdir()} == names
     for name in names:

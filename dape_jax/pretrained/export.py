@@ -87,7 +87,7 @@ def export_run(workdir: epath.PathLike, output: Path, *, step: str = "newest", d
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def write_code(directory: Path) -> None:
+def write_code(directory: Path | str) -> None:
     """Write the PyTorch model and its CUDA kernels, which need nothing of this package.
 
     The kernels' sources are strings of a Python file, because transformers copies only Python files to its cache.
@@ -96,7 +96,7 @@ def write_code(directory: Path) -> None:
         shutil.copy(Path(__file__).with_name(name), directory)
     sources = "".join(f"SOURCES[{name!r}] = r'''{text}'''\n" for name, text in SOURCES.items())
     parts = (f'"""{KERNELS_DOC}"""', inspect.getsource(tiling), inspect.getsource(nvrtc), f"SOURCES = {{}}\n{sources}")
-    (directory / KERNELS_FILE).write_text("\n\n".join(parts), encoding="utf-8")
+    Path(directory, KERNELS_FILE).write_text("\n\n".join(parts), encoding="utf-8")
 
 
 def hf_config(trained: TrainedModel, tokenizer: Tokenizer, conventions: Conventions, dtype: str) -> dict[str, Any]:
