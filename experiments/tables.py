@@ -444,16 +444,20 @@ def step_ms(row: Row) -> float:
 
 
 def tpu_step_ratios() -> str:
-    """Return the estimated times of steps with Kerple and with DAPE1x3-Kerple."""
+    """Return the estimated times of steps with Kerple and with DAPE1x3-Kerple, now and before."""
+
+    def cells(plain: Row, ours: Row) -> list[str]:
+        return [*fixed(map(step_ms, (plain, ours)), 0, " ms"), f"{step_ms(ours) / step_ms(plain):.2f}"]
+
     rows = []
     for chip, model, length in itertools.product(("v5e", "v5p"), ("125m", "350m"), (128, 512, 2048, 8192)):
         plain, ours = step_rows(chip, length, PAIR, model)
-        times = (step_ms(plain), step_ms(ours), *(ours[name] - plain[name] for name in ("kernels_ms", "other_ms")))
-        shown = fixed(times, 0, " ms")
-        shown.insert(2, f"{step_ms(ours) / step_ms(plain):.2f}")
-        rows.append([model.upper(), chip, f"{length:,}", *shown])
-    names = (NAMES[method] for method in PAIR)
-    return table(["model", "chip", "T", *names, "ratio", "more in kernels", "elsewhere"], rows)
+        old = cells(*step_rows(f"{chip}-{model}", length, PAIR, model)) if length > 128 else [""] * 3
+        differences = (f"{ours[name] - plain[name]:.0f} ms" for name in ("kernels_ms", "other_ms"))
+        rows.append([model.upper(), chip, f"{length:,}", *cells(plain, ours), *differences, *old])
+    names = [NAMES[method] for method in PAIR]
+    before = (f"{name} before" for name in (*names, "ratio"))
+    return table(["model", "chip", "T", *names, "ratio", "more in kernels", "elsewhere", *before], rows)
 
 
 def tpu_step_parts() -> str:
@@ -467,6 +471,21 @@ def tpu_step_parts() -> str:
         cells = [*fixed(parts, 0, " ms"), ratio, f"{100 * row['mfu']:.0f} %"]
         rows.append([NAMES[row["method"]], f"{row['length']:,}", *cells])
     return table(["method", "T", "kernels", "matmuls", "rest", "all", "ratio to", "MFU"], rows)
+
+
+def tpu_operations(length: int) -> str:
+    """Return the ten most expensive operations of a training step outside kernels, without matmuls."""
+
+    def cells(operation: Row) -> list[str]:
+        path, _, name = operation["jax_name"].rpartition("/")
+        again = "recomputed " if "rematted_computation" in path else "backward " if "transpose(jvp())" in path else ""
+        place = operation["source"].removeprefix("dape_jax/")
+        text = f"{again}`{name or operation['name']}`, {f'`{place}`' if place else 'by the compiler'}"
+        return [text, f"{operation['ms']:.1f}"]
+
+    columns = [map(cells, row["operations"]) for row in step_rows("v5e", length, PAIR)]
+    header = [name for method in PAIR for name in (NAMES[method], "ms")]
+    return table(header, (itertools.chain(*line) for line in zip(*columns, strict=True)))
 
 
 def precision() -> str:
