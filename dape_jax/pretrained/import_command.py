@@ -10,7 +10,6 @@ The run has no training text: `data.path` is None. Its optimizer and schedule ar
 """
 
 import dataclasses
-from typing import Any
 
 from dape_jax import command_line
 from dape_jax.command_line import flag
@@ -46,8 +45,14 @@ def main(given: Flags) -> None:
     from dape_jax.pretrained.load import import_run
 
     require_single_process()
-    options: dict[str, Any] = {name: getattr(given, name) for name in ("tokenizer", "train_length", "dtype", "check")}
-    import_run(find_source(given.source), workdir, **options)
+    import_run(
+        find_source(given.source),
+        workdir,
+        tokenizer=given.tokenizer,
+        train_length=given.train_length,
+        dtype=given.dtype,
+        check=given.check,
+    )
     print(f"run: {workdir}\nevaluate it: dape-eval --workdir={workdir} --data=TEXT --lengths=...")
 
 

@@ -6,7 +6,6 @@ dape-generate --workdir=runs/mine --prompt="class " --prompt_file=long.txt --tem
 
 import dataclasses
 import os
-from typing import Any
 
 from dape_jax import command_line
 from dape_jax.command_line import flag, use_compilation_cache
@@ -52,10 +51,18 @@ def main(given: Flags) -> None:
     use_compilation_cache()
     from dape_jax.tools.completion import Sampling, complete  # after the flags are checked: JAX takes seconds to import
 
-    sampling = Sampling(given.temperature, given.top_k or None, given.top_p)
-    names = "max_new_tokens", "seed", "step", "stop", "bos", "control_tokens", "chat"
-    options: dict[str, Any] = {name: getattr(given, name) for name in names}
-    complete(to_path(given.workdir, "--workdir"), prompts, sampling=sampling, **options)
+    complete(
+        to_path(given.workdir, "--workdir"),
+        prompts,
+        max_new_tokens=given.max_new_tokens,
+        sampling=Sampling(given.temperature, given.top_k or None, given.top_p),
+        seed=given.seed,
+        step=given.step,
+        stop=given.stop,
+        bos=given.bos,
+        control_tokens=given.control_tokens,
+        chat=given.chat,
+    )
 
 
 def command() -> None:
