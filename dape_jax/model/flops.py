@@ -133,9 +133,18 @@ def executed_flops(
         kind.num_layers * pairs_computed(attention, length, kind.mask.window, row_parts)
         for kind, attention in zip(config.layer_kinds, (config.attention, alternate), strict=False)
     )
-    passes = {"inner": 3 + full, "down": 3, "unembedding": 3 + chunked_unembedding}
-    passes |= {"scores": 3 + recomputed + in_block, "values": 3 + recomputed}
-    return _flops(config, length * batch_size, pairs, batch_size, batch_parts * accumulation_steps, **passes)
+    return _flops(
+        config,
+        length * batch_size,
+        pairs,
+        batch_size,
+        batch_parts * accumulation_steps,
+        inner=3 + full,
+        down=3,
+        unembedding=3 + chunked_unembedding,
+        scores=3 + recomputed + in_block,
+        values=3 + recomputed,
+    )
 
 
 def pairs_computed(attention: Implementation, length: int, window: int | None, row_stride: int = 1) -> int:

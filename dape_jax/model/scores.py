@@ -101,7 +101,7 @@ def over_heads(mask: VisiblePairs) -> Bool[Array, "_ 1 T S"]:
     """Return the mask with the dims of scores, [B, H, T, S]; those that it does not depend on are 1.
 
     Raises:
-        InputError: the mask is not of booleans, as one that is added to scores, or has other dims.
+        InputError: the mask has other dims or no booleans; a mask that is added to scores is not supported.
     """
     allowed = "must be booleans, [T, S] or [B, 1, T, S], True where the query sees the key"
     require(mask.dtype == bool and mask.ndim in (2, 4), "mask", f"{mask.dtype.name} {mask.shape}", allowed)

@@ -247,7 +247,8 @@ def make_nll_step(graphdef: nnx.GraphDef, last_tokens: int) -> Wrapped:
     def step(params: Params, batch: dict[str, Array]) -> Float[Array, "B T"]:
         model = nnx.merge(graphdef, params)
         features_BTD = model.features(batch["inputs"], num_last=last_tokens, segment_ids=batch.get("segment_ids"))
-        return nll_of_features(model, features_BTD, batch["targets"][:, -last_tokens:], 1024)
+        targets_BT = batch["targets"][:, -last_tokens:]
+        return nll_of_features(model, features_BTD, targets_BT, logits_chunk_tokens=1024)
 
     return jax.jit(step)
 
