@@ -510,15 +510,14 @@ def h100_utilisation() -> str:
     return f"An H100, 125M parameters, 32 x 512 tokens, DAPE1x3-Kerple, Triton kernel: {share} (`results/gpu/h100`)."
 
 
-COSTS = ("a step at least, ms", "MFU at most", "hours at 10 %", "chip-hours")
+COSTS = ("hours at 10 %", "chip-hours")
 
 
 def best_plan(name: str) -> tuple[Row, Row, list[str]]:
-    """Return the content of a plan, its best mesh, and the cells of `COSTS` on the time of a step, and of all steps."""
+    """Return the content of a plan, its best mesh, and the cells of `COSTS`."""
     content = read(f"planning/{name}/plan.json")
     plan = content["plans"][content["best"]]
-    step = [f"{1e3 * plan['step_seconds']:.0f}", f"{100 * plan['mfu']:.0f} %"]
-    return content, plan, step + fixed((content["costs"][cost] for cost in ("hours", "chip_hours")), 1)
+    return content, plan, fixed((content["costs"][cost] for cost in ("hours", "chip_hours")), 1)
 
 
 def gpu_plans() -> str:

@@ -31,7 +31,7 @@ from dape_jax.errors import InputError
 from dape_jax.files import write_json
 from dape_jax.hardware import GIB, UTILISATION, Chip, Slice, chip_of
 from dape_jax.model.attention import Implementation
-from dape_jax.model.flops import Flops, executed_flops, model_flops
+from dape_jax.model.flops import Flops, model_flops
 from dape_jax.model.transformer import attention_of, model_structure, parameter_counts
 from dape_jax.planning.compile import compile_error, find_libtpu, in_process, libtpu_version, slice_devices
 from dape_jax.planning.memory import estimate_memory
@@ -159,39 +159,16 @@ class Plan:
         """Return the FLOPs that the model needs, over all chips, by part."""
         return model_flops(self.run.model, self.run.train.train_length, self.run.train.batch_size)
 
-    @property
-    def executed_flops(self) -> int:
-        """Return the FLOPs of the step by formula: with recomputation, masked pairs and replicated computation."""
-        sizes, run, train = self.mesh.shape, self.run, self.run.train
-        batch_parts, row_parts = (math.prod(sizes[axis] for axis in axes) for axes in (BATCH_AXES, ROW_AXES))
-        tokens = train.batch_size * train.train_length // (batch_parts * sizes["context"] * train.accumulation_steps)
-        attention, *others = self.attentions
-        flops = executed_flops(
-            dataclasses.replace(run.model, attention=attention),
-            train.train_length,
-            train.batch_size,
-            row_parts=row_parts,
-            batch_parts=batch_parts,
-            accumulation_steps=train.accumulation_steps,
-            chunked_unembedding=tokens > train.logits_chunk_tokens,
-            alternate_attention=others[0] if others else None,
-        )
-        return flops.total // self.hardware.num_chips
-
     def figures(self) -> dict[str, Any]:
         """Return what is known of the step as JSON values, for plan.json."""
-        run, executed, needed = self.run, self.executed_flops, self.model_flops
-        outcome = ("fits", "reason", "compile_seconds", "peak_bytes", "held_bytes")
+        run, outcome = self.run, ("fits", "reason", "compile_seconds", "peak_bytes", "held_bytes")
         return {
             "mesh": run.mesh.asked(),
             "remat": run.model.remat,
             "batch_size": run.train.batch_size,
             "length": run.train.train_length,
             **{field: getattr(self, field) for field in outcome},
-            "model_flops": dataclasses.asdict(needed),
-            "executed_flops": executed,
-            "step_seconds": executed / self.hardware.chip.peak_flops,  # a lower bound: the chip's peak
-            "mfu": needed.total / (executed * self.hardware.num_chips),  # model FLOPs utilisation, an upper bound
+            "model_flops": dataclasses.asdict(self.model_flops),
         }
 
     def costs(self, utilisation: float) -> dict[str, float]:
@@ -359,15 +336,12 @@ def to_markdown(run: RunConfig, plans: list[Plan], utilisation: float, given: Se
         f"{num_params:,} parameters: {model.num_layers} layers, width {model.width}, {model.num_heads} heads, {bias}, "
         f"{processor}, {model.dtype}",
         "",
-        "| mesh | remat | fits | GiB a chip | ms at least | MFU at most |",
-        "|---|---|---|---|---|---|",
+        "| mesh | remat | fits | GiB a chip |",
+        "|---|---|---|---|",
     ]
     for plan in plans:
-        cells = [plan.run.mesh.asked(), plan.run.model.remat, "yes" if plan.fits else f"no: {plan.reason}", "", "", ""]
-        if plan.fits and plan.peak_bytes:
-            figures = plan.figures()
-            least = f"{figures['step_seconds'] * 1e3:.1f}" if is_known else ""
-            cells[3:] = [f"{plan.peak_bytes / GIB:.2f}", least, f"{figures['mfu']:.0%}"]
+        cells = [plan.run.mesh.asked(), plan.run.model.remat, "yes" if plan.fits else f"no: {plan.reason}"]
+        cells.append(f"{plan.peak_bytes / GIB:.2f}" if plan.fits and plan.peak_bytes else "")
         lines.append(f"| {' | '.join(cells)} |" + (" **best**" if plan is chosen else ""))
     largest = largest_batch(plans)
     batch = "no batch fits" if largest is None else f"{largest:,} x {train.train_length:,} tokens, estimated"
@@ -381,12 +355,11 @@ def to_markdown(run: RunConfig, plans: list[Plan], utilisation: float, given: Se
     steps = f"{train.num_steps:,} steps of {train.batch_size:,} x {train.train_length:,} tokens"
     time_text = f"unknown, like the peak of {hardware.chip.name}; train some steps, and read tokens/s in the log"
     if is_known:
-        hours, chip_hours, least_hours = (
+        hours, chip_hours = (
             f"{each:,.1f}" if each >= 1 else f"{each:.2g}" if each >= 0.01 else "< 0.01"
-            for each in (cost["hours"], cost["chip_hours"], train.num_steps * chosen.figures()["step_seconds"] / 3600)
+            for each in (cost["hours"], cost["chip_hours"])
         )
-        time_text = f"{hours} hours, {chip_hours} chip-hours at a utilisation of {utilisation:.0%}"
-        time_text += f" (--utilisation); at least {least_hours} hours"
+        time_text = f"{hours} hours, {chip_hours} chip-hours at a utilisation of {utilisation:.0%} (--utilisation)"
     lines += [
         "",
         f"memory         {how}, in GiB a chip: {parts}",
