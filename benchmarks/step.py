@@ -93,7 +93,7 @@ class Step:
     def result(self) -> Row:
         """Return the times of all turns, the rates at the shortest, and the loss of the first step."""
         run, least = self.run, min(self.seconds)
-        flops = model_flops(run.model, run.train.train_length, run.train.batch_size).total
+        flops = model_flops(run.model, run.train.train_length, run.train.batch_size)
         return {
             "min_ms": 1e3 * least,
             "all_ms": tuple(1e3 * each for each in self.seconds),

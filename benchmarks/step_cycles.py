@@ -113,7 +113,7 @@ def measure(run: RunConfig, topology: str, model: str, libtpu: Path) -> dict[str
             kernels_ms += times * sum(ms for kernel, ms in of_pass.items() if kernel in name)
     cycle_ms = 1e3 / tpu.CLOCK_HZ[hardware.chip.name]
     found |= {"kernels_ms": kernels_ms, "other_ms": outcome["cycles"] * cycle_ms, "reason": None}
-    flops = model_flops(run.model, length, run.train.batch_size).total
+    flops = model_flops(run.model, length, run.train.batch_size)
     for operation in outcome["rest"]:
         operation["ms"] = operation.pop("cycles") * cycle_ms
     return found | {

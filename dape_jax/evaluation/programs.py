@@ -109,7 +109,7 @@ def compile_programs(
                 f"{field} = {length}: {name} needs {needed} on each device, where {available / GIB:.2f} GiB are free, "
                 f"for {batch_size} sequences at once; give shorter --lengths, or more devices to a sequence with --mesh"
             )
-        programs.append(Program(length, batch_size, forward_flops(config, length, 1).total, compiled))
+        programs.append(Program(length, batch_size, forward_flops(config, length, 1), compiled))
     return programs[::-1]
 
 

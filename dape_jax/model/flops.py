@@ -1,6 +1,6 @@
 """Count the FLOPs that a model needs, by formula.
 
-In: a model's config. Out: `Flops`. Next: `training/metrics.py`, `planning/plan.py`.
+In: a model's config, a length and a batch size. Out: a number. Next: `training/metrics.py`, `planning/plan.py`.
 
 A multiply-add counts as 2 FLOPs, and the backward pass as twice the forward pass. Counted:
 
@@ -16,26 +16,8 @@ depend on content, the part of the processor that reads it is counted once per b
 Not counted: embedding lookups, norms, softmax, activations, the optimizer, and the biases themselves.
 """
 
-import dataclasses
-
 from dape_jax.model.biases import NopeConfig
 from dape_jax.model.transformer import TransformerConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class Flops:
-    """FLOPs of each part; see the module's docstring."""
-
-    projections: int
-    mlp: int
-    unembedding: int
-    attention: int
-    processor: int
-
-    @property
-    def total(self) -> int:
-        """Return the sum of all parts."""
-        return sum(dataclasses.astuple(self))
 
 
 def num_pairs(length: int, window: int | None) -> int:
@@ -45,27 +27,25 @@ def num_pairs(length: int, window: int | None) -> int:
     return window * (window + 1) // 2 + (length - window) * window
 
 
-def forward_flops(config: TransformerConfig, length: int, batch_size: int) -> Flops:
+def forward_flops(config: TransformerConfig, length: int, batch_size: int) -> int:
     """Return the FLOPs that the model needs for the forward pass of a batch of sequences of `length` tokens."""
     D, H, G, K, F = config.width, config.num_heads, config.num_kv_heads, config.head_dim, config.mlp_width
-    tokens = length * batch_size
+    tokens, num_biases = length * batch_size, batch_size if config.bias.reads_content else 1
     pairs = sum(kind.num_layers * num_pairs(length, kind.mask.window) for kind in config.layer_kinds)
     pair = config.processor.pair_flops(H, has_bias=not isinstance(config.bias, NopeConfig))
-    num_biases = batch_size if config.bias.reads_content else 1
-    return Flops(
-        projections=config.num_layers * tokens * 2 * D * (2 * H * K + 2 * G * K),
-        mlp=config.num_layers * tokens * (2 + config.gated_mlp) * 2 * D * F,
-        unembedding=tokens * 2 * D * config.num_outputs,
-        attention=pairs * batch_size * 4 * H * K,
-        processor=pairs * (pair.of_scores * batch_size + pair.of_bias * num_biases),
-    )
+    projections = config.num_layers * tokens * 2 * D * (2 * H * K + 2 * G * K)
+    mlp = config.num_layers * tokens * (2 + config.gated_mlp) * 2 * D * F
+    unembedding = tokens * 2 * D * config.num_outputs
+    attention = pairs * batch_size * 4 * H * K
+    processor = pairs * (pair.of_scores * batch_size + pair.of_bias * num_biases)
+    return projections + mlp + unembedding + attention + processor
 
 
-def model_flops(config: TransformerConfig, length: int, batch_size: int) -> Flops:
+def model_flops(config: TransformerConfig, length: int, batch_size: int) -> int:
     """Return the FLOPs that the model needs for a training step, without recomputation: the numerator of MFU."""
-    return Flops(*(3 * part for part in dataclasses.astuple(forward_flops(config, length, batch_size))))
+    return 3 * forward_flops(config, length, batch_size)
 
 
 def model_flops_per_token(config: TransformerConfig, length: int, batch_size: int) -> float:
     """Return `model_flops` per token of a training step."""
-    return model_flops(config, length, batch_size).total / (length * batch_size)
+    return model_flops(config, length, batch_size) / (length * batch_size)

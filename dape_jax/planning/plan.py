@@ -31,7 +31,7 @@ from dape_jax.errors import InputError
 from dape_jax.files import write_json
 from dape_jax.hardware import GIB, UTILISATION, Chip, Slice, chip_of
 from dape_jax.model.attention import Implementation
-from dape_jax.model.flops import Flops, model_flops
+from dape_jax.model.flops import model_flops
 from dape_jax.model.transformer import attention_of, model_structure, parameter_counts
 from dape_jax.planning.compile import compile_error, find_libtpu, in_process, libtpu_version, slice_devices
 from dape_jax.planning.memory import estimate_memory
@@ -155,8 +155,8 @@ class Plan:
         return {"parameters": bytes_on_chip(state.params), "moments": bytes_on_chip(state.opt_state)}
 
     @property
-    def model_flops(self) -> Flops:
-        """Return the FLOPs that the model needs, over all chips, by part."""
+    def model_flops(self) -> int:
+        """Return the FLOPs that the model needs for the step, over all chips."""
         return model_flops(self.run.model, self.run.train.train_length, self.run.train.batch_size)
 
     def figures(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class Plan:
             "batch_size": run.train.batch_size,
             "length": run.train.train_length,
             **{field: getattr(self, field) for field in outcome},
-            "model_flops": dataclasses.asdict(self.model_flops),
+            "model_flops": self.model_flops,
         }
 
     def costs(self, utilisation: float) -> dict[str, float]:
@@ -179,7 +179,7 @@ class Plan:
         They are NaN for a chip of unknown peak. Validations, checkpoints and compilation are not counted.
         """
         train = self.run.train
-        flops = train.num_steps * self.model_flops.total
+        flops = train.num_steps * self.model_flops
         chip_hours = flops / (self.hardware.chip.peak_flops * utilisation * 3600)
         return {
             "steps": train.num_steps,
