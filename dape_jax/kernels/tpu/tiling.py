@@ -487,7 +487,7 @@ def tilings(
 
 
 def cost(t: Tiling, batch: int, itemsize: int) -> pl.CostEstimate:
-    """Return FLOPs and HBM traffic of a call. The compiled program shows neither, so planning reads this estimate.
+    """Return FLOPs and HBM traffic of a call. The compiled program shows neither, so benchmarks read this estimate.
 
     FLOPs count the products of all steps that are computed, and the convolutions of all groups of rows that use their
     tile, with halos and masked columns, but without padded heads and channels. Bytes count the blocks that the pipeline
