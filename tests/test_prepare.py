@@ -135,7 +135,8 @@ FILES: dict[str, list[bytes] | bytes] = {
     "lines.txt": ALL_LINES,
     "lines.json": ALL_LINES,
     "plain.jsonl.gz": ALL_LINES,  # as if decompressed on its way here
-    "array.json": json.dumps(RECORDS, indent=1).encode(),
+    "array.json": json.dumps(RECORDS).encode(),
+    "array.jsonl": json.dumps(RECORDS, indent=1).encode(),
     "long.zst": LONG.compress(ALL_LINES) + LONG.flush(),
     "jsonl.gz": members(gzip.compress),
     "JSONL.ZST": members(zstd.compress),
@@ -436,8 +437,9 @@ def test_a_separator_is_given_with_escapes_and_named_if_it_is_seen(tmp_path: Pat
     assert "--document_separator='</s>' " in caplog.text
     assert (number, warned("b", document_separator="<|endoftext|>")) == (2, (40, ""))
     assert "'###': separates nothing" in warned("c", document_separator="###")[1]
-    write(source, "\n\n".join(text.replace("\n", "") for text in DOCUMENTS).encode())
-    assert warned("d", document_separator=r"\n\n") == (40, "")
+    for output, separator in (("d", "\n\n"), ("windows", "\r\n\r\n")):
+        write(source, separator.join(text.replace("\n", "") for text in DOCUMENTS).encode())
+        assert warned(output, document_separator=r"\n\n") == (40, "")
     data = DataConfig(str(source), "bytes", str(tmp_path / "cache"), 0.3, 0, document_separator="\n\n")
     assert load_corpus(data).digest == open_corpus(tmp_path / "d").digest
     write(tmp_path / "a.csv", b"id,text\n1,words\n")
@@ -472,12 +474,14 @@ def test_what_is_left_out_is_counted_at_every_start(tmp_path: Path, caplog):
     for name, content in wrong.items():  # one name is not UTF-8
         write(tmp_path / "in" / name, content)
     (tmp_path / "in/linked").symlink_to(tmp_path)
+    (tmp_path / "in/lost.txt").symlink_to(tmp_path / "nowhere")
     data = DataConfig(str(tmp_path / "in"), "bytes", str(tmp_path / "in/cache"), 0.3, 0)  # the cache is in the text
     for _ in range(2):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "dape_jax"):
             directory = load_corpus(data).train.directory.parent
-        links, said = caplog.messages
+        links, lost, said = caplog.messages
+        assert lost == f"1 links without a file left out, such as {tmp_path}/in/lost.txt"
         assert links == f"links to directories in {tmp_path}/in left out: linked; '{tmp_path}/in/**' follows them"
         counts = "2 too short, 2 binary file, 1 damaged file, 1 not downloaded"
         assert said == f"left out: {counts}; see {directory}/{REJECTED_FILE}"
@@ -795,7 +799,7 @@ def test_raw_text_needs_a_tokenizer_and_a_cache(tmp_path: Path):
         ({"end_of_document": "x"}, "end_of_document = 'x': needs a --tokenizer"),
         ({"text_field": "words"}, r"40 no text; .*'words' is missing; fields: \['text', 'meta',"),
         ({"input": "NULL"}, r"1 no text; .*'text' is null; --text_field"),
-        ({"input": "ARRAY"}, r"1 no text; .*a list, not an object; a \.json file may have an array"),
+        ({"input": "ARRAY"}, r"1 no text; .*a list, not an object"),
         ({"where": ("meta",)}, "where = 'meta': must be field=value"),
         ({"max_length": 0}, "max_length = 0: must be min_length = 1 to"),
         ({"validation_fraction": float("nan")}, "validation_fraction = nan"),
@@ -805,7 +809,7 @@ def test_raw_text_needs_a_tokenizer_and_a_cache(tmp_path: Path):
 def test_wrong_input_is_one_line(tmp_path: Path, changes: dict, message: str):
     source = write_input("jsonl", tmp_path / "in")
     paths = {"SOURCE": (source,), "PAIR": (f"{write_pair(tmp_path / 'pair', PAIR)}.bin",)}
-    paths["ARRAY"] = (str(write(tmp_path / "array.jsonl", json.dumps(RECORDS).encode())),)
+    paths["ARRAY"] = (str(write(tmp_path / "array.jsonl", b'["a", "b"]')),)
     paths["NULL"] = (str(write(tmp_path / "null.jsonl", b'{"text": null}')),)
     changes = {name: paths.get(str(value), value) for name, value in changes.items()}
     with pytest.raises(InputError, match=message) as caught:

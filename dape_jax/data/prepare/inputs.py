@@ -114,7 +114,10 @@ def _find_local(path: str) -> list[str]:
         found = [root]
     else:
         found = map(os.path.abspath, glob.glob(os.path.expanduser(path), recursive=True))
-    return sorted(file for file in found if os.path.isfile(file))
+    files = sorted(found)
+    if missing := [file for file in files if not os.path.exists(file)]:  # as git-annex leaves files that it did not get
+        logger.warning("%d links without a file left out, such as %s", len(missing), missing[0])
+    return [file for file in files if os.path.isfile(file)]
 
 
 def _walk(root: str, excluded: Collection[str] = ()) -> Iterator[str]:

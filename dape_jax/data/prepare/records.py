@@ -82,7 +82,7 @@ def _described(record: Any, field: str) -> str:
     """Return what a record has in a field, for messages."""
     value = lookup(record, field)
     if not isinstance(record, dict):
-        return f"a {type(record).__name__}, not an object; a .json file may have an array of objects"
+        return f"a {type(record).__name__}, not an object"
     if value is None:
         return f"{field!r} is {'null' if field in record else f'missing; fields: {[*record][:20]}'}"
     return f"{field!r} is {_spelled(value)[:40]} ({type(value).__name__})"
@@ -154,8 +154,10 @@ def _records(path: str, config: PrepareConfig, is_alone: bool) -> Iterator[Conte
             others = "give text in UTF-8, JSON lines or parquet; archives are not unpacked"
             flat = "it has no .idx, and token files without one are not supported"
             yield LeftOut("binary file", f"a NUL byte: {flat if path.lower().endswith('.bin') else others}")
-        elif config.separator is not None:
-            yield from between(content, config.separator, config.max_length)
+        elif (separator := config.separator) is not None:
+            if b"\r\n" in head and b"\r" not in separator:
+                separator = separator.replace(b"\n", b"\r\n")
+            yield from between(content, separator, config.max_length)
         elif is_alone:
             yield from _pieces(content, min(config.max_length, PIECE_BYTES))
         else:
@@ -168,9 +170,11 @@ def _values(path: str, content: Any, head: bytes, config: PrepareConfig) -> Iter
     is_table = head.startswith((b"PAR1", _ARROW_FILE, _ARROW_STREAM)) and b"\0" in head
     if is_table or name.endswith((".parquet", ".arrow")):
         return _rows(path, content, head, config)
-    if name.endswith((".jsonl", ".ndjson")):
-        return _lines(content)
     start, is_json, begins = content.tell(), name.endswith(".json"), b"" if b"\0" in head else head.lstrip()
+    is_array = re.match(rb"\[\s*\{", begins) is not None
+    is_lines = name.endswith((".jsonl", ".ndjson"))
+    if is_lines and not is_array:
+        return _lines(content)
     if begins.startswith(b"{"):
         # The first two lines tell lines of JSON from one object on several lines, and from a file about something else.
         first = list(itertools.islice((value for value in _lines(content) if value is not _BLANK), 2))
@@ -178,13 +182,13 @@ def _values(path: str, content: Any, head: bytes, config: PrepareConfig) -> Iter
         has_text, are_objects = isinstance(lookup(first[0], config.text_field), str), {*map(type, first)} == {dict}
         if (has_text and (is_json or are_objects)) or (is_json and are_objects and len(first) == 2):
             return _lines(content)
-    if re.match(rb"\[\s*\{", begins) or (is_json and begins.startswith(b"{")):
+    if is_array or (is_json and begins.startswith(b"{")):
         value = _parse(content.read(_VALUE_BYTES))
         values = value if isinstance(value, list) else [value]
-        if isinstance(lookup(values[0], config.text_field), str):
+        if isinstance(lookup(values[0], config.text_field), str) or (is_lines and isinstance(value, list)):
             return values
         content.seek(start)
-    return None
+    return _lines(content) if is_lines else None
 
 
 def _rows(path: str, content: Any, head: bytes, config: PrepareConfig) -> Iterator[dict[str, Any]]:
