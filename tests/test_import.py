@@ -329,10 +329,24 @@ def test_the_end_token_of_the_source_ends_documents_or_only_completions(tmp_path
     library.add_special_tokens(["<EOS>"])
     for usual, expected in (("<|endoftext|>", (256, 257)), ("<other>", (257, 256))):
         (tmp_path / "tokenizer.json").write_text(library.to_str().replace("<|endoftext|>", usual))
-        tokenizer = source_tokenizer(tmp_path)
+        tokenizer = source_tokenizer(tmp_path, 258)
         found = conventions_of(tmp_path, {"eos_token_id": 256}, HfTokenizer(tokenizer.content))
         assert (found.bos_token, found.eos_token, found.ends(tokenizer)) == ("<EOS>", "<EOS>", expected)
         (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<EOS>", "bos_token": null}')
+
+
+def test_added_tokens_without_an_embedding_are_left_out(tmp_path, caplog):
+    """Llama 2, Code Llama 34B and Gemma 3 1B were published with such tokens."""
+    library = tokenizers.Tokenizer.from_str(byte_tokenizer_json())
+    library.add_special_tokens(["<pad>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"pad_token": "<pad>"}')
+    for num_ids, size, others in ((258, 258, {"pad_token": "<pad>"}), (257, 257, {})):
+        assert "left out" not in caplog.text
+        tokenizer = source_tokenizer(tmp_path, num_ids)
+        assert (tokenizer.vocab_size, conventions_of(tmp_path, {}, tokenizer).other_tokens) == (size, others)
+        assert tokenizer.encode_controls(b"<pad>").max() == (257 if others else ord("p"))
+    assert "tokens without an embedding are left out: <pad>" in caplog.text
 
 
 @pytest.mark.hf
@@ -431,30 +445,30 @@ def test_windows_begin_with_the_token_of_the_source(chat, tmp_path, text, bos):
 def test_a_tokenizer_of_two_files_is_converted(directories, tmp_path, text, monkeypatch):
     copy = Path(shutil.copytree(directories("llama"), tmp_path / "copy"))
     with pytest.raises(InputError, match=r"has no tokenizer.json; give --tokenizer"):
-        source_tokenizer(copy)
+        source_tokenizer(copy, 300)
     trained = train_bpe([file.read_text() for file in text.iterdir()], 300)
     library = tokenizers.Tokenizer.from_str(trained.content)
     library.model.save(str(copy))
     (copy / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}')
-    converted = source_tokenizer(copy)
+    converted = source_tokenizer(copy, 300)
     np.testing.assert_array_equal(converted.encode(b"a long text"), trained.encode(b"a long text"))
     assert converted.end_of_document == trained.end_of_document
     vocab = (copy / "vocab.json").read_text().replace("<|endoftext|>", "<EOS>")  # no usual end token
     (copy / "vocab.json").write_text(vocab)
     names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<EOS>")
     (copy / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"} | names))
-    assert source_tokenizer(copy).end_of_document == trained.end_of_document
+    assert source_tokenizer(copy, 300).end_of_document == trained.end_of_document
     settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
     (copy / "tokenizer_config.json").write_text(json.dumps(settings))
     (copy / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.setattr("builtins.input", lambda _: "y")  # transformers asks whether to run the code
     with pytest.raises(InputError, match=r"vocab.json cannot be converted: .* custom code"):
-        source_tokenizer(copy)
+        source_tokenizer(copy, 300)
     assert not (tmp_path / "ran").exists()
     (copy / "merges.txt").unlink()
     (copy / "vocab.json").write_text("[]")
     with pytest.raises(InputError, match=r"vocab.json cannot be converted: "):
-        source_tokenizer(copy)
+        source_tokenizer(copy, 300)
 
 
 @pytest.mark.hf

@@ -6,6 +6,7 @@ The run has no training text: `data.path` is None. Its optimizer and schedule ar
 
 import dataclasses
 import functools
+import json
 import logging
 import tempfile
 from pathlib import Path
@@ -24,7 +25,7 @@ from tqdm import tqdm
 from dape_jax.config import RunConfig, resolved
 from dape_jax.configs import common
 from dape_jax.data.conventions import conventions_of, save_conventions, special_tokens
-from dape_jax.data.tokenizers import END_TOKENS, TOKENIZER_FILE, Tokenizer, read_tokenizer, save_tokenizer
+from dape_jax.data.tokenizers import END_TOKENS, TOKENIZER_FILE, HfTokenizer, Tokenizer, read_tokenizer, save_tokenizer
 from dape_jax.errors import InputError, require, require_package
 from dape_jax.files import read_json
 from dape_jax.model.transformer import Params, TransformerConfig, flat_params, model_structure
@@ -70,7 +71,8 @@ def import_run(
     source = source.named_like(family.tensors["embedding_VD"].name or "", "unembedding_DV" not in family.tensors)
     length = family.max_length if train_length is None else train_length
     require(0 < length <= family.max_length, "train_length", length, f"must be 1 to {family.max_length}")
-    chosen = source_tokenizer(directory) if tokenizer is None else read_tokenizer(tokenizer, "tokenizer")
+    num_ids = family.model["vocab_size"]
+    chosen = source_tokenizer(directory, num_ids) if tokenizer is None else read_tokenizer(tokenizer, "tokenizer")
     require(checkpoint.read_config(workdir) is None, "workdir", str(workdir), "must not contain a run")
     spec = run_spec(family.model | {"dtype": dtype}, length, absolute(workdir) / TOKENIZER_FILE, chosen)
     run = RunConfig.from_dict(spec)
@@ -89,8 +91,10 @@ def import_run(
         checkpoint.write_config(workdir, record)  # last: an import that was killed before can be repeated
 
 
-def source_tokenizer(directory: Path) -> Tokenizer:
+def source_tokenizer(directory: Path, num_ids: int) -> Tokenizer:
     """Return the tokenizer of a checkpoint: its tokenizer.json, or one that transformers makes of its other files.
+
+    Added tokens that have no row among the `num_ids` embeddings, such as Gemma 3's of images, are left out.
 
     Raises:
         InputError: there is no tokenizer, or it cannot be converted.
@@ -100,9 +104,14 @@ def source_tokenizer(directory: Path) -> Tokenizer:
         if not file.exists():
             _convert_tokenizer(directory, folder)
             file = Path(folder, TOKENIZER_FILE)
-        names = {token["content"] for token in read_json(file).get("added_tokens", ())}
+        content = read_json(file)
+        added = content.get("added_tokens") or []
+        content["added_tokens"] = [token for token in added if token["id"] < num_ids]
+        names = {token["content"] for token in content["added_tokens"]}
+        if others := ", ".join(token["content"] for token in added if token["content"] not in names):
+            logger.warning("%s: tokens without an embedding are left out: %s", directory, short(others))
         end = special_tokens(directory).get("eos_token") if names.isdisjoint(END_TOKENS) else None
-        return read_tokenizer(str(file), "tokenizer", end)
+        return HfTokenizer(json.dumps(content), str(directory / TOKENIZER_FILE), end)
 
 
 def _convert_tokenizer(directory: Path, folder: str) -> None:
