@@ -361,7 +361,7 @@ def test_the_command_line_runs_tasks(model, tasks, tmp_path):
     def command(workdir: Path) -> list[str]:
         arguments = ["run", "--model=dape_jax", f"--tasks={','.join(TASKS)}"]
         arguments += [f"--model_args=workdir={workdir},max_length=100", f"--include_path={tasks}"]
-        return [*arguments, "--batch_size=4", f"--output_path={tmp_path}/out"]
+        return [*arguments, "--batch_size=4", f"--output_path={tmp_path}/out", "--trust_remote_code"]  # of data
 
     done = run_python("-c", OWN_TASKS, *command(model.info.workdir))
     assert done.returncode == 0, done.stderr

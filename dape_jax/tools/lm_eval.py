@@ -189,14 +189,14 @@ class DapeLM(TemplateLM):
                 the run's `evaluation.batch_tokens`.
             prefix_token_id: id that is an empty context; None for the first token of texts, or the end of a document.
             add_bos_token: begin every text with the model's BOS token; None: if its tokenizer does.
-            ignored: options that the harness passes to every model, such as `device` (JAX uses all of them), and
-                `tokenizer`, from which some tasks read a tokenizer of their own.
+            ignored: options that the harness passes to every model, such as `device` (JAX uses all of them) and
+                `trust_remote_code`, and `tokenizer`, from which some tasks read a tokenizer of their own.
 
         Raises:
             InputError: the checkpoint is missing, a number is invalid, or later tokens matter in the model; raised
                 before any parameter is read.
         """
-        unknown = set(ignored) - {"device", "max_batch_size", "tokenizer"}
+        unknown = set(ignored) - {"device", "max_batch_size", "tokenizer", "trust_remote_code"}
         allowed = "must be workdir, step, max_length, prefix_token_id, add_bos_token or tokenizer"
         require(not unknown, "model_args", sorted(unknown), allowed)
         require(bool(workdir), "model_args.workdir", workdir, "must be a run directory: --model_args workdir=RUN")
