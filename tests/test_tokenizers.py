@@ -20,7 +20,15 @@ from tiny import load_corpus
 from dape_jax.data import tokenizers
 from dape_jax.data.prepare.command import PrepareConfig, prepare, show
 from dape_jax.data.store import DataConfig
-from dape_jax.data.tokenizers import END_TOKENS, TOKENIZER_FILE, Bytes, read_tokenizer, save_tokenizer, train_bpe
+from dape_jax.data.tokenizers import (
+    END_TOKENS,
+    TOKENIZER_FILE,
+    Bytes,
+    HfTokenizer,
+    read_tokenizer,
+    save_tokenizer,
+    train_bpe,
+)
 from dape_jax.errors import InputError
 from dape_jax.evaluation.trained import read_trained
 from dape_jax.tools.completion import added_text
@@ -303,6 +311,17 @@ def test_any_added_token_may_end_documents_and_is_remembered(tmp_path):
         read_tokenizer(spec, end="other")
 
 
+def test_a_file_without_added_tokens_has_its_end_in_the_vocabulary(tmp_path):
+    """The library saves such a file for GPT-2's vocab.json and merges.txt."""
+    expected = read_tokenizer(write(tmp_path, FORMS["gpt2"]))
+    tokenizer = read_tokenizer(write(tmp_path, FORMS["gpt2"] | {"added_tokens": []}))
+    assert tokenizer.end_of_document == expected.end_of_document
+    assert isinstance(tokenizer, HfTokenizer)
+    assert HfTokenizer(tokenizer.content).name == tokenizer.name
+    text = "the scores<|endoftext|>"
+    assert tokenizer.decode(tokenizer.encode(text.encode())).decode() == text
+
+
 # loss and refusals
 
 LOSSY = {"normalizer": FORMS["trained"] | {"normalizer": {"type": "NFC"}}, "sentencepiece": OTHERS["sentencepiece"]}
@@ -350,10 +369,11 @@ def changed(*path: str | int, to: Any) -> bytes:
     return json.dumps(content).encode()
 
 
+NO_END = json.dumps(FORMS["qwen"] | {"added_tokens": []})
 NO_FILE = r"is not a tokenizer\.json that the tokenizers library reads"
 REFUSED: dict[str, tuple[bytes | None, str]] = {
     "no model": (changed("model", to=None), NO_FILE),
-    "no added tokens": (changed("added_tokens", to=[]), r"added_tokens must have an end-of-document token"),
+    "no end": (NO_END.encode(), r"added_tokens must have an end-of-document token: .*; `add_special_tokens` of"),
     "added id": (changed("added_tokens", 0, "id", to=7), r"added token '<\|endoftext\|>': id = 7"),
     "empty": (b"", NO_FILE),
     "a list": (b"[]", NO_FILE),

@@ -80,6 +80,11 @@ class HfTokenizer:
     def __init__(self, content: str | bytes, where: str = "the tokenizer", end: str | None = None):
         try:
             parsed: Any = json.loads(content)
+            if not parsed["added_tokens"]:  # a file made of vocab.json and merges.txt; GPT-2's have an end
+                library = tokenizers.Tokenizer.from_str(json.dumps(parsed))
+                ends = [token for token in END_TOKENS if library.token_to_id(token) is not None]
+                library.add_special_tokens(ends[:1])
+                parsed = json.loads(library.to_str())
             for token in parsed["added_tokens"] if end is not None else ():
                 token[_END_MARK] = token["content"] == end
             self.content = json.dumps(parsed, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
@@ -100,6 +105,7 @@ class HfTokenizer:
         if end is None:
             usual = " or ".join(END_TOKENS)
             advice = f"; --end_of_document of dape-prepare names another of {list(id_of)}"
+            advice = advice if id_of else "; `add_special_tokens` of the tokenizers library adds one"
             raise InputError(f"{where}: added_tokens must have an end-of-document token: {usual}{advice[:500]}")
         for token in parsed["added_tokens"]:  # the library numbers them consecutively and ignores the ids in the file
             found, name = id_of[token["content"]], f"added token {token['content']!r}"
