@@ -210,6 +210,12 @@ def flag(default: Any, text: str, repeated: bool = False) -> Any:
     return dataclasses.field(default=default, metadata={"help": text, "repeated": repeated})
 
 
+def unescape(text: str) -> str:
+    r"""Return the text of a flag whose escapes \n, \r, \t, \f and \\ are these characters."""
+    escapes = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "\\": "\\"}
+    return re.sub(r"\\([nrtf\\])", lambda match: escapes[match[1]], text)
+
+
 class _BooleanParser(flags.BooleanParser):
     """Read true, false, yes, no."""
 

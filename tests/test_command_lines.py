@@ -292,6 +292,11 @@ def test_an_error_without_a_missing_platform_is_a_bug(monkeypatch):
         assert platform_fault(AssertionError()) is None
 
 
+def test_escapes_in_a_flag_are_characters():
+    """As in `--stop` and `--document_separator`, where a shell passes `\\n` as it is."""
+    assert command_line.unescape(r"a\n\r\t\f\\n\x") == "a\n\r\t\f\\n\\x"
+
+
 def test_control_characters_are_escaped():
     assert printable("a\x1b[31m\nb\u202e") == r"a\x1b[31m\nb\u202e"
     assert printable("a\x1b\n\tb", keep="\n\t") == "a\\x1b\n\tb"

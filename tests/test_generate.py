@@ -347,11 +347,12 @@ def test_bad_input_is_named_before_any_parameter_is_read(trained_run, monkeypatc
 def test_the_command_line_continues_prompts(trained_run, tmp_path, capsys):
     """Read prompts from flags and files, which are the last prompts, and give what the function gives."""
     (tmp_path / "prompt.txt").write_text("the attention\n")
-    flags = ["--max_new_tokens=20", "--seed=3", "--top_k=0", "--temperature=1.5", "--step=best"]
+    flags = ["--max_new_tokens=20", "--seed=3", "--top_k=0", "--temperature=1.5", "--step=best", r"--stop=\n"]
     flags += ["--prompt=", "--prompt=é", *[f"--prompt_file={tmp_path}/prompt.txt"] * 2]
     done = run_python("-m", "dape_jax.tools.generate", f"--workdir={trained_run}", *flags)
     assert done.returncode == 0, done.stderr
     prompts = [b"", "é".encode(), *[b"the attention\n"] * 2]
-    complete(trained_run, prompts, max_new_tokens=20, sampling=Sampling(1.5, top_p=0.95), seed=3, step="best")
+    options = {"sampling": Sampling(1.5, top_p=0.95), "seed": 3, "step": "best", "stop": ["\n"]}
+    complete(trained_run, prompts, max_new_tokens=20, **options)
     assert done.stdout == capsys.readouterr().out
     assert "==== 4 of 4 ====\nthe attention\n" in done.stdout

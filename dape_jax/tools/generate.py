@@ -8,7 +8,7 @@ import dataclasses
 import os
 
 from dape_jax import command_line
-from dape_jax.command_line import flag, use_compilation_cache
+from dape_jax.command_line import flag, unescape, use_compilation_cache
 from dape_jax.errors import require
 from dape_jax.evaluation.options import STEP_HELP
 from dape_jax.storage import read_errors, to_path
@@ -28,7 +28,9 @@ class Flags:
     top_k: int = flag(40, "Sample from this number of most probable tokens; 0 for all.")
     top_p: float = flag(0.95, "Sample from the most probable tokens that together reach this probability; 1 for all.")
     seed: int = flag(0, "Seed of the random draws.")
-    stop: tuple[str, ...] = flag((), "Text before which a completion ends; repeat for several.", repeated=True)
+    stop: tuple[str, ...] = flag(
+        (), r"Text before which a completion ends, with escapes such as \n; repeat for several.", repeated=True
+    )
     bos: bool = flag(True, "Begin with the token that an imported model's tokenizer puts before a text, if it does.")
     control_tokens: bool = flag(
         False, "Take the text of control tokens in a prompt, such as <|eot_id|>, as these tokens."
@@ -58,7 +60,7 @@ def main(given: Flags) -> None:
         sampling=Sampling(given.temperature, given.top_k or None, given.top_p),
         seed=given.seed,
         step=given.step,
-        stop=given.stop,
+        stop=tuple(map(unescape, given.stop)),
         bos=given.bos,
         control_tokens=given.control_tokens,
         chat=given.chat,

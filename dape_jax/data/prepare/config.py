@@ -4,7 +4,7 @@ import dataclasses
 import os
 import re
 
-from dape_jax.command_line import flag
+from dape_jax.command_line import flag, unescape
 from dape_jax.errors import require
 
 MAX_LENGTH = 2**30  # maximum of max_length, and the limit for raw text
@@ -75,8 +75,7 @@ class PrepareConfig:
         """Bytes between the documents of a text file, or None: a file is one document."""
         if self.document_separator is None:
             return None
-        escapes = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "\\": "\\"}
-        return re.sub(r"\\([nrtf\\])", lambda match: escapes[match[1]], self.document_separator).encode()
+        return unescape(self.document_separator).encode()
 
     @property
     def conditions(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
