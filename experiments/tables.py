@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dape_jax.evaluation.figures import table_of
 from dape_jax.evaluation.options import Options
+from dape_jax.evaluation.protocols import table_of
 from dape_jax.evaluation.report import with_interval
 from dape_jax.fields import sections
 from dape_jax.hardware import mfu

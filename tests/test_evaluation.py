@@ -33,7 +33,7 @@ from dape_jax.data.store import Sidecar, TokenStore
 from dape_jax.data.tokenizers import save_tokenizer, train_bpe
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import command as watching
-from dape_jax.evaluation import figures, perplexity, programs, report, statistics, trained
+from dape_jax.evaluation import figures, perplexity, programs, protocols, report, statistics, trained
 from dape_jax.evaluation.comparison import compare, methods_of
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.perplexity import choose_windows, compile_lengths, score_windows, window_batch
@@ -158,8 +158,8 @@ def result_of(
     stem: str, documents: np.ndarray, nll_by_length: dict[int, np.ndarray], train_length: int = 8
 ) -> dict[str, Any]:
     """Return the result of one run."""
-    make = statistics.scores_by_position if stem == "positions" else statistics.scores_by_length
-    return statistics.RESULTS[stem](make(documents, nll_by_length), train_length)
+    (protocol,) = [each for each in protocols.PROTOCOLS.values() if each.stem == stem]
+    return protocol.result(protocol.scores(documents, nll_by_length), train_length)
 
 
 def length_result(documents: np.ndarray, nll: np.ndarray) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def test_a_model_that_diverged_does_not_affect_the_others(tmp_path, stem, loss):
         about | {"name": name} | result_of(stem, np.arange(4), nll, 16)
         for name, nll in (("bad", diverged), ("good", scored))
     ]
-    paths = figures.save(stem, tmp_path, both, Options())
+    paths = protocols.save(stem, tmp_path, both, Options())
     first, second = read_runs(tmp_path, stem)
     assert second == report.json_values(both[1])
     if stem != "positions":
@@ -277,7 +277,7 @@ def test_figures_leave_out_points_that_cannot_be_drawn(value):
     ends = [dict.fromkeys(("perplexity", "low", "high"), each) | counts for each in (3.0, value)]
     run = {"name": "_a_$^$", "train_length": 16, "last_tokens": 16}
     run |= {"lengths": [{"length": length} | each for length, each in zip((16, 64), ends, strict=True)]}
-    _, (_, rows, figure) = figures.table_of("lengths", [run], Options())
+    _, (_, rows, figure) = protocols.table_of("lengths", [run], Options())
     assert report.number(value) in rows[1][2]
     (line,) = [
         each for each in figure.axes[0].get_lines() if len(each.get_ydata()) == 2 and each.get_marker() != "None"
@@ -292,6 +292,11 @@ QUICKSTART = Path(__file__).parents[1] / "results/quickstart/lengths.json"
 # Losses of 80 windows, the same for all runs, so that they cancel in differences; and differences of three seeds.
 EASY, SPREAD = np.random.default_rng(0).normal(32, 4, 80), np.array([[-0.8], [0.0], [0.8]])
 OF_SEEDS, OF_DOCUMENTS = 4.303 * 0.8 / math.sqrt(3) / 16, 1.96 * EASY.std() / math.sqrt(80) / 16  # half intervals
+
+
+def compared(stem: str, runs: list[dict[str, Any]], options: Options) -> list[dict[str, Any]]:
+    """Return the results of methods."""
+    return compare(runs, options, *protocols.REPORTS[stem][:2])
 
 
 def seeds_of(
@@ -318,9 +323,9 @@ def seeds_of(
 def test_paired_differences_are_those_of_the_saved_windows():
     """Compute the mean and its bootstrap over documents by hand."""
     runs = report.read_results(epath.Path(QUICKSTART))
-    compared = compare("lengths", runs, Options(baseline="kerple"))
-    assert compare("lengths", runs, Options(baseline="runs/quickstart/kerple/")) == compared
-    _, ours = compared
+    methods = compared("lengths", runs, Options(baseline="kerple"))
+    assert compared("lengths", runs, Options(baseline="runs/quickstart/kerple/")) == methods
+    _, ours = methods
     documents, rng = np.array(runs[0]["documents"]), np.random.default_rng(1)
     assert [each["length"] for each in ours["differences"]] == [64, 128, 256, 512, 1024, 2048]
     lengths = list(zip(ours["differences"], *(run["lengths"] for run in runs), strict=True))
@@ -338,7 +343,7 @@ def test_paired_differences_are_those_of_the_saved_windows():
 
 def test_seeds_are_one_method_with_an_interval_over_seeds_and_documents():
     runs = seeds_of(EASY + SPREAD, "kerple", "a") + seeds_of(EASY + SPREAD - 1.6, "dape1x3-kerple", "b")
-    base, ours = compare("lengths", runs, Options(baseline="kerple-seed1"))
+    base, ours = compared("lengths", runs, Options(baseline="kerple-seed1"))
     assert (base["name"], base["runs"]) == ("kerple", ["kerple-seed0", "kerple-seed1", "kerple-seed2"])
     (length,) = base["lengths"]
     assert math.log(length["perplexity"]) == pytest.approx(EASY.mean() / 16)
@@ -347,13 +352,13 @@ def test_seeds_are_one_method_with_an_interval_over_seeds_and_documents():
     (difference,) = ours["differences"]
     assert (difference["length"], difference["seeds"]) == (16, 3)
     assert [difference[end] for end in ("nats", "low", "high")] == pytest.approx([-0.1] * 3)
-    _, (_, rows, figure) = figures.table_of("lengths", runs, Options(labels=("kerple=Kerple",)))
+    _, (_, rows, figure) = protocols.table_of("lengths", runs, Options(labels=("kerple=Kerple",)))
     assert [row[0] for row in rows] == ["", "Kerple (3 seeds)", "dape1x3-kerple (3 seeds)"]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["Kerple", "dape1x3-kerple"]
-    assert len(compare("lengths", runs, Options(group_seeds=False))) == 6
+    assert len(compared("lengths", runs, Options(group_seeds=False))) == 6
     seeds = [run for run in runs if run["name"].startswith("kerple-seed")]
     with pytest.raises(InputError, match=r"--baseline = 'kerple-seed1': needs another method .* --group_seeds=no"):
-        compare("lengths", seeds, Options(baseline="kerple-seed1"))
+        compared("lengths", seeds, Options(baseline="kerple-seed1"))
 
 
 def two_methods(stem: str) -> tuple[list[dict[str, Any]], list[list[str]]]:
@@ -362,7 +367,7 @@ def two_methods(stem: str) -> tuple[list[dict[str, Any]], list[list[str]]]:
     The baseline loses 0.08 nats a token beyond the train length; the other gains as much, and starts 0.2 lower.
     """
     runs = seeds_of(EASY + SPREAD, "kerple", "a", stem, 0.08) + seeds_of(EASY + SPREAD - 3.2, "dape", "b", stem, -0.08)
-    shown, table = figures.table_of(stem, runs, Options(baseline="kerple"))
+    shown, table = protocols.table_of(stem, runs, Options(baseline="kerple"))
     top, below = table.figure.axes
     colors = [{line.get_label(): line.get_color() for line in axes.get_lines()} for axes in (top, below)]
     assert colors[0]["dape"] == colors[1]["dape"] != colors[0]["kerple"]
@@ -395,11 +400,11 @@ def test_losses_by_position_of_methods_are_compared_on_the_same_windows():
         assert [each[end] for end in ("nats", "low", "high")] == pytest.approx([nats] * 3, abs=1e-5)  # all cancels
     assert rows[3] == ["dape - kerple", *(f"{n:+.3f} [{n:+.3f}, {n:+.3f}]" for n in (-0.2, -0.36)), ""]
     one = seeds_of(EASY[None], "kerple", "a", "positions", 0.3)  # a method of one run is that run
-    assert compare("positions", one, Options())[0]["positions"] == one[0]["positions"]
+    assert compared("positions", one, Options())[0]["positions"] == one[0]["positions"]
     for each in one[0]["positions"]["bins"]:
         del each["window_nats"]
     with pytest.raises(InputError, match=r"positions = \['kerple-seed0'\]: must be evaluated again"):
-        compare("positions", seeds_of(EASY[None], "alibi", "b", "positions") + one, Options(baseline="alibi-seed0"))
+        compared("positions", seeds_of(EASY[None], "alibi", "b", "positions") + one, Options(baseline="alibi-seed0"))
 
 
 def test_accuracies_of_seeds_are_averaged_and_compared():
@@ -416,7 +421,7 @@ def test_accuracies_of_seeds_are_averaged_and_compared():
         ]
 
     runs = results("kerple", [0.5, 0.6]) + results("dape", [0.6, 0.7])
-    (_, ours), (_, rows, _) = figures.table_of("accuracy", runs, Options(baseline="kerple"))
+    (_, ours), (_, rows, _) = protocols.table_of("accuracy", runs, Options(baseline="kerple"))
     assert (ours["trained"], ours["score"]) == (pytest.approx(0.65), None)
     for each in ours["lengths"]:
         width = math.hypot(12.7062 * 0.05, 0.03)  # the quantile of Student's t
@@ -470,13 +475,13 @@ def test_runs_are_one_method_if_their_configs_differ_only_in_seeds(trained_root)
 
 def test_a_figure_is_drawn_again_from_the_json_and_its_pdf_has_truetype_fonts(tmp_path):
     options = Options(baseline="kerple", labels=("kerple=A",), format=("pdf", "svg", "md"))
-    drawn = figures.redraw(epath.Path(QUICKSTART), options, epath.Path(tmp_path))
+    drawn = protocols.redraw(epath.Path(QUICKSTART), options, epath.Path(tmp_path))
     assert sorted(file.suffix for file in tmp_path.iterdir()) == [".md", ".pdf", ".png", ".svg"]
     assert "dape1x3-kerple - A, nats" in drawn.table
     pdf = (tmp_path / "lengths.pdf").read_bytes()
     assert b"/FontFile2" in pdf
     assert b"/Type3" not in pdf
-    saved = figures.save("lengths", tmp_path, json.loads(QUICKSTART.read_text())["runs"], options)
+    saved = protocols.save("lengths", tmp_path, json.loads(QUICKSTART.read_text())["runs"], options)
     assert saved.table == drawn.table
     assert (tmp_path / "lengths.pdf").read_bytes() == pdf
     (tmp_path / "positions.json").write_text('{"runs": [{"name": "a"}]}')
@@ -487,7 +492,7 @@ def test_a_figure_is_drawn_again_from_the_json_and_its_pdf_has_truetype_fonts(tm
     }
     for name, words in wrong.items():
         with pytest.raises(InputError, match=words):
-            figures.redraw(epath.Path(tmp_path / f"{name}.json"), Options(), None)
+            protocols.redraw(epath.Path(tmp_path / f"{name}.json"), Options(), None)
 
 
 # ---- scores
@@ -592,7 +597,7 @@ def test_delta_is_the_difference_of_two_perplexities_of_the_train_lengths_tokens
             assert delta["high"] - delta["low"] < local["high"] - local["low"]
             assert f"{delta['delta']:.2f} [" in written.table
     config = read_trained(runs[0], "newest", {"last_tokens": 8}).run.evaluation
-    assert perplexity.from_train_length(config, 32) == dataclasses.replace(config, lengths=(32, 64), last_tokens=32)
+    assert protocols.from_train_length(config, 32) == dataclasses.replace(config, lengths=(32, 64), last_tokens=32)
 
 
 @pytest.mark.extra

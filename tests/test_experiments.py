@@ -12,8 +12,8 @@ import tiny
 
 from dape_jax.config import RunConfig, TaskRunConfig, read_run
 from dape_jax.errors import InputError
-from dape_jax.evaluation.figures import table_of
 from dape_jax.evaluation.options import Options
+from dape_jax.evaluation.protocols import table_of
 from dape_jax.evaluation.report import json_values
 from dape_jax.model.transformer import model_structure
 from dape_jax.tasks import CHE as TASKS

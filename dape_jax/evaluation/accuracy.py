@@ -21,9 +21,10 @@ from jax.stages import Wrapped
 from jaxtyping import Array, Int
 
 from dape_jax.config import TaskRunConfig
-from dape_jax.evaluation import comparison, figures, report
+from dape_jax.evaluation import comparison, report
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, run_in_batches
+from dape_jax.evaluation.protocols import save
 from dape_jax.evaluation.trained import TrainedModel, program_key, read_models, require_same, restore
 from dape_jax.model.attention import Blockwise, Dense
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
@@ -64,7 +65,7 @@ def evaluate_tasks(
         model_mesh, params = restore(model)
         results.append(task_result(model, answer_tapes(model, programs[program_key(model)], params, model_mesh)))
         del params  # before the next model's are read
-    return figures.save("accuracy", directory, results, options)
+    return save("accuracy", directory, results, options)
 
 
 # ---- tapes

@@ -59,7 +59,7 @@ def main(given: Flags) -> None:
     require(all(given.workdir or [given.plot]), "--workdir", list(given.workdir), allowed)
     require(not (given.plot and given.workdir), "--plot", given.plot, "must not be given with --workdir")
     if given.plot:
-        from dape_jax.evaluation.figures import redraw
+        from dape_jax.evaluation.protocols import redraw
         from dape_jax.provenance import make_results_directory
 
         file, options = to_path(given.plot, "--plot"), command_line.from_flags(Options)

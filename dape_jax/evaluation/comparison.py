@@ -8,8 +8,7 @@ that their differences are taken window by window, or length by length.
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy as np
 from dape_jax.errors import require
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.report import Results
-from dape_jax.evaluation.statistics import RESULTS, Interval, Scores, difference_of, gains, levels, over_seeds
+from dape_jax.evaluation.statistics import Interval, Scores, Statistic, difference_of, gains, levels, over_seeds
 
 Run = dict[str, Any]
 # Fields that the results of benchmarks, of tasks or of earlier versions do not have.
@@ -84,17 +83,23 @@ def _common_name(names: list[str]) -> str:
     return name + suffix if others else first
 
 
-def compare(stem: str, runs: Results, options: Options) -> list[Run]:
+def compare(
+    runs: Results,
+    options: Options,
+    combine: Callable[[list[Run]], Run],
+    subtract: Callable[[list[Run], list[Run]], list[Run]],
+) -> list[Run]:
     """Return the result of each method, and `differences` from the baseline: on the same windows, or the same task.
 
-    `stem` is the name of the report. Of tasks, differences are of the mean accuracies.
+    Args:
+        runs: results of the runs.
+        options: which runs are one method, their labels, and the baseline.
+        combine: makes the result of a method from those of its seeds.
+        subtract: makes the differences of paired runs of two methods.
 
     Raises:
         InputError: see `methods_of`; or a file of an earlier version has not the losses that a comparison needs.
     """
-    combine, subtract = _mean_accuracies, _accuracy_differences
-    if stem != "accuracy":
-        combine, subtract = partial(_mean_losses, stem), partial(_loss_differences, stem)
     methods, found = methods_of(runs, options), []
     baselines = [method for method in methods if options.baseline in method.names]
     for method in methods:
@@ -143,30 +148,44 @@ def saved_scores(runs: Sequence[Run]) -> Scores:
     return Scores(np.array(runs[0]["documents"]), places, nats, np.array(tokens).T, num_bytes)
 
 
-def _mean_losses(stem: str, runs: list[Run]) -> Run:
-    return RESULTS[stem](saved_scores(runs), runs[0]["train_length"])
+def mean_losses(result: Callable[[Scores, int], Run], runs: list[Run]) -> Run:
+    """Return the result of a method from the scores of its runs."""
+    return result(saved_scores(runs), runs[0]["train_length"])
 
 
-def _loss_differences(stem: str, runs: list[Run], others: list[Run]) -> list[Run]:
-    """Return the differences of the loss or of the gain at every length, or of the smoothed loss at every bin."""
+Difference = tuple[str, Statistic, list[Run]]  # name in a report, statistic, and what identifies each of its values
+
+
+def loss_by_length(places: list[int], train_length: int) -> Difference:
+    """Compare the loss at every length."""
+    return "nats", np.divide, [{"length": length} for length in places]
+
+
+def gain_by_length(places: list[int], train_length: int) -> Difference:
+    """Compare the gain from context at every length after the first."""
+    return "delta", gains, [{"length": length} for length in places[1:]]
+
+
+def loss_by_position(places: list[int], train_length: int) -> Difference:
+    """Compare the smoothed loss at every bin, around the train length and in the last octave."""
+    means = [{"mean": "reference_nats"}, {"mean": "last_octave_nats"}]
+    return "nats", levels(places, train_length), [*({"last": end} for end in places), *means]
+
+
+def loss_differences(
+    difference: Callable[[list[int], int], Difference], runs: list[Run], others: list[Run]
+) -> list[Run]:
+    """Return the differences of paired runs with their intervals."""
     ours, theirs = saved_scores(runs), saved_scores(others)
-    field, statistic, names = {
-        "lengths": ("nats", np.divide, [{"length": length} for length in ours.places]),
-        "delta": ("delta", gains, [{"length": length} for length in ours.places[1:]]),
-        "positions": (
-            "nats",
-            levels(ours.places, runs[0]["train_length"]),
-            [*({"last": end} for end in ours.places), {"mean": "reference_nats"}, {"mean": "last_octave_nats"}],
-        ),
-    }[stem]
+    field, statistic, at = difference(ours.places, runs[0]["train_length"])
     found = over_seeds(ours.documents, (ours.nats, theirs.nats), ours.tokens, difference_of(statistic))
-    return [name | _named(field, each) for name, each in zip(names, found, strict=True)]
+    return [place | _named(field, each) for place, each in zip(at, found, strict=True)]
 
 
 # ---- accuracies
 
 
-def _mean_accuracies(runs: list[Run]) -> Run:
+def mean_accuracies(runs: list[Run]) -> Run:
     """Return the means over seeds; an interval adds Student's over seeds and Wilson's over strings in quadrature."""
     import scipy.stats  # imported here, because it takes half a second
 
@@ -187,7 +206,7 @@ def _mean_accuracies(runs: list[Run]) -> Run:
     return {"lengths": lengths} | means
 
 
-def _accuracy_differences(runs: list[Run], others: list[Run]) -> list[Run]:
+def accuracy_differences(runs: list[Run], others: list[Run]) -> list[Run]:
     """Return the differences of the mean accuracies; the lengths take the place of documents in the bootstrap."""
     ours, theirs = (
         np.array([[[each["accuracy"]] for each in run["lengths"]] for run in side]) for side in (runs, others)

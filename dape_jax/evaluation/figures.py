@@ -1,26 +1,20 @@
 """Tables and figures of perplexity by length, gain from context, loss by position and accuracy; parts of other figures.
 
-In: one result for each run. Out: a `Table` for `report.py`. Next: `perplexity.py`.
+In: one result for each run or method. Out: a `Table` for `report.py`. Next: `protocols.py`.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from etils import epath
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.typing import ColorType
 
-from dape_jax.errors import require
-from dape_jax.evaluation import report
-from dape_jax.evaluation.comparison import compare
-from dape_jax.evaluation.options import Options
-from dape_jax.evaluation.report import ReportPaths, Results, Table, number, with_interval
+from dape_jax.evaluation.report import Results, Table, number, with_interval
 from dape_jax.evaluation.statistics import BINS_PER_OCTAVE
 from dape_jax.evaluation.styles import styles_of
-from dape_jax.storage import read_errors
 
 TABLE_LENGTHS = (10, 20, 40, 100, 200, 300, 400, 500)  # columns of the accuracies, if there are more than 8 lengths
 LOG_FROM = 3  # an axis is logarithmic if its largest value is more than this times its smallest
@@ -313,45 +307,3 @@ def mark_train_lengths(axes: Axes, lengths: Sequence[int]) -> None:
         side = {"xytext": (3, 0), "ha": "left"} if at < 0.7 else {"xytext": (-3, 0), "ha": "right"}
         box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
         axes.annotate("train length", **where, **side, va="bottom", fontsize=8, bbox=box)
-
-
-# ---- reports
-
-TABLES = {"lengths": perplexity_table, "delta": delta_table, "positions": positions_table, "accuracy": accuracy_table}
-
-
-def table_of(stem: str, runs: Results, options: Options) -> tuple[Results, Table]:
-    """Return the results that are shown in place of the runs, and their table and figure."""
-    shown = compare(stem, runs, options)
-    table = TABLES[stem](shown)
-    if "bos" in runs[0] and runs[0]["bos"] is not None and "stride" not in runs[0]:
-        table = table._replace(caption=f"{table.caption} The first token of each sequence is {runs[0]['bos']}.")
-    return shown, table
-
-
-def save(stem: str, directory: epath.PathLike, runs: list[dict[str, Any]], options: Options) -> ReportPaths:
-    """Write the report of an evaluation; `methods` of its JSON are seeds taken together, and differences."""
-    shown, table = table_of(stem, runs, options)
-    is_compared = any(len(each["runs"]) > 1 or "differences" in each for each in shown)
-    content = {"runs": runs} | ({"methods": _without_windows(shown)} if is_compared else {})
-    return report.save(stem, directory, content, table, options.format)
-
-
-def _without_windows(value: Any) -> Any:
-    """Return nested dicts and lists without the numbers of each window, which are in the results of the runs."""
-    if isinstance(value, dict):
-        names = [name for name in value if name != "documents" and not name.startswith("window_")]
-        return {name: _without_windows(value[name]) for name in names}
-    return list(map(_without_windows, value)) if isinstance(value, list) else value
-
-
-def redraw(file: epath.Path, options: Options, output: epath.Path | None) -> ReportPaths:
-    """Write table and figure of an evaluation's JSON again, to its directory by default; the JSON is not changed.
-
-    Raises:
-        InputError: the file has no results, or is damaged.
-    """
-    require(file.stem in TABLES, "--plot", str(file), f"must be {', '.join(f'{stem}.json' for stem in TABLES)}")
-    with read_errors("--plot", str(file)):
-        _, table = table_of(file.stem, report.read_results(file), options)
-    return report.save(file.stem, output or file.parent, None, table, options.format)

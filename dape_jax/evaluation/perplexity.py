@@ -8,19 +8,15 @@ of the same documents, so lengths differ in how much context there is, not in wh
     N = 8              [i i i i i i i i]
     scored                          t t                   the last 2 targets, the same for both
 
-`PROTOCOLS` are the questions that this answers: which lengths and tokens are scored, the statistics of one model, and
-the table and figure of all models. Appendix A of the paper measures the gain from the context before the last T_train
-tokens ("delta"): their perplexity given only those tokens, minus their perplexity given all N (equation 6). The first
-is the perplexity at length T_train with all targets scored, because sequences of all lengths end at the same places.
-
-Reading order: `PROTOCOLS`, `evaluate`, then the functions in the order in which it calls them.
+`protocols.py` has the questions that this answers. Reading order: `evaluate`, then the functions in the order in which
+it calls them.
 """
 
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,11 +29,11 @@ from dape_jax.config import RunConfig
 from dape_jax.data.conventions import saved_conventions
 from dape_jax.data.store import TokenStore, joined, verify_stores
 from dape_jax.errors import require
-from dape_jax.evaluation import comparison, figures, report, statistics
-from dape_jax.evaluation.config import EvaluationConfig
+from dape_jax.evaluation import comparison, report
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, model_at, run_in_batches
-from dape_jax.evaluation.statistics import Documents, NllByLength, Scores
+from dape_jax.evaluation.protocols import PROTOCOLS, Protocol, longest_window, save
+from dape_jax.evaluation.statistics import NllByLength
 from dape_jax.evaluation.trained import TrainedModel, corpora_of, program_key, read_models, require_same, restore
 from dape_jax.model.positions import STRETCHES, Rope
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
@@ -50,43 +46,6 @@ from dape_jax.training.step import abstract_params, make_nll_step
 logger = logging.getLogger(__name__)
 
 Model = TrainedModel[RunConfig]
-
-
-# ---- protocols
-
-
-def from_train_length(evaluation: EvaluationConfig, train_length: int) -> EvaluationConfig:
-    """Return T_train and the lengths above it, with T_train scored tokens.
-
-    Raises:
-        InputError: no length is above the train length.
-    """
-    longer = tuple(length for length in evaluation.lengths if length > train_length)
-    allowed = f"must have one or more above the train length, {train_length}"
-    require(bool(longer), "evaluation.lengths", evaluation.lengths, allowed)
-    return dataclasses.replace(evaluation, lengths=(train_length, *longer), last_tokens=train_length)
-
-
-def longest_window(evaluation: EvaluationConfig, train_length: int) -> EvaluationConfig:
-    """Return the longest length, with all of its tokens scored."""
-    longest = max(evaluation.lengths)
-    return dataclasses.replace(evaluation, lengths=(longest,), last_tokens=longest)
-
-
-class Protocol(NamedTuple):
-    """One question about language models."""
-
-    stem: str  # of the files of its report; also in `statistics.RESULTS` and `figures.TABLES`
-    # Config and train length -> the lengths and the number of scored tokens; None: those of the config.
-    windows: Callable[[EvaluationConfig, int], EvaluationConfig] | None
-    scores: Callable[[Documents, NllByLength], Scores]
-
-
-PROTOCOLS = {
-    "perplexity": Protocol("lengths", None, statistics.scores_by_length),
-    "delta": Protocol("delta", from_train_length, statistics.scores_by_length),
-    "positions": Protocol("positions", longest_window, statistics.scores_by_position),
-}
 
 
 def evaluate(
@@ -172,9 +131,9 @@ def evaluate(
             if options.stride is not None:
                 nll = {length: mask_unscored(of_all, windows) for length, of_all in nll.items()}
             scores = protocol.scores(documents, nll)._replace(num_bytes=num_bytes)
-            results.append(identity | statistics.RESULTS[protocol.stem](scores, identity["train_length"]))
+            results.append(identity | protocol.result(scores, identity["train_length"]))
         del params  # before the next model's are read
-    return figures.save(protocol.stem, directory, results, options)
+    return save(protocol.stem, directory, results, options)
 
 
 # ---- models, variants and corpora

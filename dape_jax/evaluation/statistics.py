@@ -3,7 +3,7 @@
 In: `Scores`, of one run or of the seeds of one method. Out: results as JSON values, which `report.py` writes. "low" and
 "high" are the ends of a 95 % interval over documents and seeds (see `over_seeds`), None with a single window. The
 perplexity of a model that diverged is infinite where exp(loss) is too large for a float; a result that depends on a
-NaN, or on a difference of two infinities, is NaN. Next: `perplexity.py`.
+NaN, or on a difference of two infinities, is NaN. Next: `comparison.py`.
 """
 
 import math
@@ -251,7 +251,3 @@ def positions_of(scores: Scores, train_length: int) -> dict[str, Any]:
         "bins": bins,
     }
     return {"documents": documents.tolist(), "positions": positions}
-
-
-# For each report of a language model: the result of a run, or of the seeds of a method, from scores and train length.
-RESULTS = {"lengths": lengths_of, "delta": gains_of, "positions": positions_of}
