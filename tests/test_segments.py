@@ -1,7 +1,6 @@
 """Packed documents: a packed row gives what its documents give alone, for every bias x processor x implementation."""
 
 import functools
-import itertools
 
 import chex
 import jax
@@ -9,7 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import ALL_PROCESSORS, OnMesh, make_bias, make_layer, make_qkv, make_weight, tolerance, value_and_grads
+from helpers import (
+    ALL_PROCESSORS,
+    OnMesh,
+    each_value,
+    every_case,
+    make_bias,
+    make_layer,
+    make_qkv,
+    make_weight,
+    tolerance,
+    value_and_grads,
+)
 from tiny import SPEC
 
 from dape_jax.config import read_model
@@ -41,18 +51,12 @@ def packed(x):
     return out
 
 
-METHODS = [
-    *((bias, "dape3") for bias in BIASES),
-    *(("kerple", processor) for processor in ALL_PROCESSORS if processor != "dape3"),
-    *itertools.product(("fire", "cope"), ("none", *WINDOWS)),
-]
+METHODS = (BIASES, ALL_PROCESSORS)
 QUICK = {("fire", "dape3"), ("t5", "dape3"), ("kerple", "none"), ("kerple", "causal2")}
 QUICK |= {("cope", processor) for processor in WINDOWS}
 
 
-@pytest.mark.parametrize(
-    ("bias", "processor"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.extra) for case in METHODS]
-)
+@pytest.mark.parametrize(("bias", "processor"), every_case(METHODS, QUICK, each_value(METHODS)))
 def test_a_packed_row_is_its_documents_alone(bias, processor):
     """Values and all gradients: documents alone by `Dense`, packed by every implementation, without and with a window.
 
