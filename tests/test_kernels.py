@@ -589,10 +589,7 @@ def test_rematerialised_layers_in_a_scan(implementation, changes):
         loss, gradients = loss(model)
         return loss, nnx.to_pure_dict(gradients)
 
-    found, dense = (
-        loss_and_gradients({"name": "fused", "platform": implementation}),
-        loss_and_gradients({"name": "dense"}),
-    )
+    found, dense = map(loss_and_gradients, ({"name": "fused", "platform": implementation}, {"name": "dense"}))
     assert_close(jax.device_get(found), jax.device_get(dense), 1e-6)
 
 

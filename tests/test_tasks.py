@@ -48,10 +48,6 @@ def draw(task: str, num: int, length: int, seed: int = 0) -> np.ndarray:
     return TASKS[task].sample(np.random.default_rng(seed), num, length)
 
 
-def to_strings(task: str, inputs_BN: np.ndarray) -> list[str]:
-    return ["".join(CHARACTERS[task][symbol] for symbol in row) for row in inputs_BN.tolist()]
-
-
 def symbols(task: str, *inputs: str) -> np.ndarray:
     return np.array([[CHARACTERS[task].index(c) for c in string] for string in inputs], np.int32)
 
@@ -220,7 +216,8 @@ def check_answers(task: str, inputs_BN: np.ndarray) -> None:
     assert targets_BM.shape == (len(inputs_BN), TASKS[task].output_length(inputs_BN.shape[1]))
     assert inputs_BN.dtype == targets_BM.dtype == np.int32
     np.testing.assert_array_equal(inputs_BN, before_BN)
-    for string, target in zip(to_strings(task, inputs_BN), targets_BM.tolist(), strict=True):
+    for row, target in zip(inputs_BN.tolist(), targets_BM.tolist(), strict=True):
+        string = "".join(CHARACTERS[task][symbol] for symbol in row)
         assert "".join(map(str, target)) == ANSWERS[task](string), string
 
 
