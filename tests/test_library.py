@@ -336,6 +336,38 @@ def test_whole_model_on_explicit_axes(page):
     close(logits_BTV, page.logits_BTV, atol=1e-4)
 
 
+@pytest.mark.usefixtures("no_annotations")
+def test_strict_promotion_of_dtypes():
+    """Trace values and gradients in 16 bits, where `jax_numpy_dtype_promotion` is "strict"."""
+    x_BTHK = jnp.zeros((1, 4, 4, 8), jnp.bfloat16)
+
+    def loss(modules, x_BTHK):
+        rotated_BTHK = dape_jax.Rope()(x_BTHK, jnp.arange(4))
+        options = {"bias": modules[0], "processor": modules[1], "implementation": Blockwise(2)}
+        return attend(rotated_BTHK, x_BTHK, x_BTHK, **options).astype(jnp.float32).sum()
+
+    with jax.numpy_dtype_promotion("strict"):
+        for config in dape_jax.BIASES.values():
+            bias = config().build(num_heads=4, head_dim=8, rngs=nnx.Rngs(0))
+            processor = DapeConfig().build(num_heads=4, has_bias=bias is not None, rngs=nnx.Rngs(0))
+            assert jax.eval_shape(jax.grad(loss, 1), (bias, processor), x_BTHK).dtype == jnp.bfloat16
+
+
+@pytest.mark.usefixtures("no_annotations")
+def test_summary():
+    """List a module of a user's, with the modules of this package in it."""
+
+    class Layer(nnx.Module):
+        def __init__(self, bias):
+            self.bias = bias.build(num_heads=4, head_dim=8, rngs=nnx.Rngs(0))
+
+        def __call__(self, x_BTHK):
+            return attend(x_BTHK, x_BTHK, x_BTHK, bias=self.bias)
+
+    for bias in (KerpleConfig(), dape_jax.KerplePowerConfig()):
+        assert "a_H" in nnx.tabulate(Layer(bias), jnp.zeros((1, 4, 4, 8)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Capped(dape_jax.Processor):
     """Processor that defines only `__call__`."""

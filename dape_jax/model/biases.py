@@ -167,21 +167,21 @@ def kerple_power(distance: Distance, p_H: Float[Array, "H"], a_H: Float[Array, "
 class Kerple(DistanceBias):
     """Kerple, logarithmic kernel: p ~ U(0, 2), a ~ U(0, 1), one pair for each head."""
 
-    kernel = staticmethod(kerple)
-
     def __init__(self, num_heads: int, head_dim: int, config: BiasConfig, rngs: nnx.Rngs):
         self.p_H = nnx.Param(jax.random.uniform(rngs.params(), (num_heads,), maxval=2.0))
         self.a_H = nnx.Param(jax.random.uniform(rngs.params(), (num_heads,), maxval=1.0))
 
     def of_distance(self, distance: Distance) -> HeadBias:
-        """See `kerple` and `kerple_power`."""
-        return self.kernel(distance, self.p_H[...], self.a_H[...])
+        """See `kerple`."""
+        return kerple(distance, self.p_H[...], self.a_H[...])
 
 
 class KerplePower(Kerple):
     """Kerple, power kernel."""
 
-    kernel = staticmethod(kerple_power)
+    def of_distance(self, distance: Distance) -> HeadBias:
+        """See `kerple_power`."""
+        return kerple_power(distance, self.p_H[...], self.a_H[...])
 
 
 @dataclasses.dataclass(frozen=True)

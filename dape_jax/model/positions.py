@@ -92,7 +92,7 @@ class Rope:
 
     def _rotate(self, x_BTHK: Heads, pos: RowPositions) -> Heads:
         rope, (heads, head_dim) = self.at_length(pos.shape[-1]), x_BTHK.shape[2:]
-        dtype = jnp.promote_types(x_BTHK.dtype, jnp.float32)
+        dtype = np.promote_types(x_BTHK.dtype, jnp.float32)
         num_rotated = rope.num_rotated(head_dim)
         half, others = num_rotated // 2, (0, head_dim - num_rotated)
         frequencies_K = np.pad(np.tile(rope.frequencies(num_rotated), 2), others)
@@ -111,7 +111,7 @@ class Rope:
 @jax.custom_jvp
 def _rotated(x_BTHK: Heads, cos: RowAngles, sin: RowAngles, turn_KK: Float[Array, "K K"]) -> Heads:
     """Return cos x + sin (-b, a, 0), with a and b the halves of the first dims of each head in the last dim."""
-    return (x_BTHK * cos + _turned(x_BTHK, turn_KK, cos.dtype) * sin).astype(x_BTHK.dtype)
+    return (x_BTHK.astype(cos.dtype) * cos + _turned(x_BTHK, turn_KK, cos.dtype) * sin).astype(x_BTHK.dtype)
 
 
 @_rotated.defjvp

@@ -71,7 +71,7 @@ def _normal_cdf(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def _wide(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(np.promote_types(x.dtype, jnp.float32))
 
 
 ACTIVATIONS = {
@@ -691,7 +691,7 @@ class Transformer(nnx.Module):
     def logits(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Return the logits of features, float32 (float64 if the compute dtype is)."""
         x_BTD = x_BTD.astype(self.config.compute_dtype)
-        dtype = jnp.promote_types(x_BTD.dtype, jnp.float32)
+        dtype = np.promote_types(x_BTD.dtype, jnp.float32)
         logits_BTV = soft_cap(linear("BTD,DV->BTV", x_BTD, self.output_DV, None, dtype), self.config.logit_cap)
         if self.output_bias_V is not None:
             logits_BTV += self.output_bias_V[None, None].astype(logits_BTV.dtype)
