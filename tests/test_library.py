@@ -23,7 +23,18 @@ from processes import run_python
 from tiny import SPEC
 
 import dape_jax
-from dape_jax import AlibiConfig, Blockwise, DapeConfig, Dense, KerpleConfig, attend, dape, masked_softmax
+from dape_jax import (
+    AlibiConfig,
+    Blockwise,
+    DapeConfig,
+    Dense,
+    KerpleConfig,
+    Transformer,
+    TransformerConfig,
+    attend,
+    dape,
+    masked_softmax,
+)
 from dape_jax.config import read_model
 from dape_jax.model import attention, processors
 from dape_jax.model.flops import forward_flops
@@ -351,6 +362,9 @@ def test_strict_promotion_of_dtypes():
             bias = config().build(num_heads=4, head_dim=8, rngs=nnx.Rngs(0))
             processor = DapeConfig().build(num_heads=4, has_bias=bias is not None, rngs=nnx.Rngs(0))
             assert jax.eval_shape(jax.grad(loss, 1), (bias, processor), x_BTHK).dtype == jnp.bfloat16
+        config = TransformerConfig(2, 16, 4, vocab_size=11, norm="rms_norm", qk_norm="head", dtype="bfloat16")
+        model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+        jax.eval_shape(jax.grad(lambda model: model(jnp.zeros((1, 4), int)).sum()), model)
 
 
 @pytest.mark.usefixtures("no_annotations")

@@ -433,7 +433,7 @@ class SelfAttention(nnx.Module):
         v_BTGK = linear("BTD,DGK->BTGK", x_BTD, self.value_DGK, self.value_bias_GK)
         if self.query_norm is not None and self.key_norm is not None:
             q_BTHK, k_BTGK = (
-                norm(x.reshape(*x.shape[:2], -1, norm.num_features)).reshape(x.shape).astype(x.dtype)
+                norm(_wide(x).reshape(*x.shape[:2], -1, norm.num_features)).reshape(x.shape).astype(x.dtype)
                 for norm, x in ((self.query_norm, q_BTHK), (self.key_norm, k_BTGK))
             )
         q_BTHK, k_BTGK = self.of_kind(lambda kind, *x: [kind.rotary(each, pos) for each in x], layer, q_BTHK, k_BTGK)
