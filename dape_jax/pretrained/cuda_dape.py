@@ -259,22 +259,22 @@ class Attention(torch.autograd.Function):
         blocks = -(-num_rows // t.rows)
         chunks, per_chunk = t.chunks(blocks * batch, num_keys)
         empty = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
-        out, lse = torch.empty_like(q), empty(batch, num_rows, heads)
+        exact, lse = empty(*q.shape), empty(batch, num_rows, heads)
         if chunks > 1:
-            out, lse = empty(chunks, *q.shape), empty(chunks, batch, num_rows, heads, 2)
+            exact, lse = empty(chunks, *q.shape), empty(chunks, batch, num_rows, heads, 2)
         ints = [num_rows, num_keys, len(operator[3]), call.window, per_chunk]
-        tensors = [q, k, v, *operands(t, call.first, operator), out, lse]
+        tensors = [q, k, v, *operands(t, call.first, operator), exact, lse]
         launch(t, (blocks, chunks, batch), tensors, ints, call.scale * LOG2E)
         if chunks > 1:
             reference, total = lse.unbind(-1)
             largest = reference.amax(0)
             weight = torch.exp2(reference - largest)
             sums = (weight * total).sum(0)
-            out = torch.where(total[..., None] > 0, out, 0)  # a chunk without columns has no values
-            out = ((weight[..., None] * out).sum(0) / sums[..., None]).to(q.dtype)
+            exact = torch.where(total[..., None] > 0, exact, 0)  # a chunk without columns has no values
+            exact = (weight[..., None] * exact).sum(0) / sums[..., None]
             lse = largest + torch.log2(sums)
-        ctx.call = call
-        ctx.save_for_backward(q, k, v, *operator, out, lse)
+        ctx.call, out = call, exact.to(q.dtype)
+        ctx.save_for_backward(q, k, v, *operator, out, (exact - out).to(q.dtype), lse)
         return out
 
     @staticmethod
@@ -283,10 +283,10 @@ class Attention(torch.autograd.Function):
         ctx: Any, dout: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v and the operator, by blocks of rows, which limit the memory of P and dS."""
-        q, k, v, *operator, out, lse = ctx.saved_tensors
+        q, k, v, *operator, out, rest, lse = ctx.saved_tensors
         call, (batch, num_rows, heads, _), num_keys = ctx.call, q.shape, k.shape[1]
         dout = dout.to(q.dtype)
-        delta = (out.float() * dout.float()).sum(-1)
+        delta = ((out.float() + rest.float()) * dout.float()).sum(-1)
         scale = gradient_scale(dout, v, operator)
         block = max(1, BLOCK_BYTES // (4 * batch * heads * num_keys * call.backward.rows)) * call.backward.rows
         total = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v, *operator)]

@@ -164,14 +164,14 @@ def operands(t: Tiling, operator: Operator) -> tuple[Array, Array, list[Array]]:
 
 
 def _run_forward(call: Call, q: Array, k: Array, v: Array, first: Array, operator: Operator) -> tuple[Array, Array]:
-    """Return attended values, and the logarithms of the sums of exponentials in base 2."""
+    """Return attended values in float32, and the logarithms of the sums of exponentials in base 2."""
     t, (batch, num_rows, heads, _), num_keys = call.forward, q.shape, k.shape[1]
     weights, _, tables = operands(t, operator)
     blocks = -(-num_rows // t.rows)
     chunks, per_chunk = t.chunks(blocks * batch, num_keys)
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     if chunks == 1:
-        out = [jax.ShapeDtypeStruct(q.shape, q.dtype), shape((batch, num_rows, heads))]
+        out = [shape(q.shape), shape((batch, num_rows, heads))]
     else:
         out = [shape((chunks, *q.shape)), shape((chunks, batch, num_rows, heads, 2))]
     ints = [num_rows, num_keys, operator.added_HN.shape[1], call.reach, per_chunk]
@@ -183,24 +183,29 @@ def _run_forward(call: Call, q: Array, k: Array, v: Array, first: Array, operato
     weight = jnp.exp2(reference - largest)
     sums = (weight * total).sum(0)
     out = jnp.where(total[..., None] > 0, out, 0)  # a chunk without columns has no values
-    return ((weight[..., None] * out).sum(0) / sums[..., None]).astype(q.dtype), largest[0] + jnp.log2(sums)
+    return (weight[..., None] * out).sum(0) / sums[..., None], largest[0] + jnp.log2(sums)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call, q, k, v, first, operator):
-    return _run_forward(call, q, k, v, first, operator)[0]
+    return _run_forward(call, q, k, v, first, operator)[0].astype(q.dtype)
 
 
 def _attend_forward(call, q, k, v, first, operator):
-    out, lse = _run_forward(call, q, k, v, first, operator)
-    return out, (q, k, v, first, operator, out, lse)
+    exact, lse = _run_forward(call, q, k, v, first, operator)
+    # The gradients of a row's scores sum to 0 only if `delta` is of the output before rounding. A parameter of the bias
+    # sums many of them, which nearly cancel. XLA removes a conversion to 16 bits and back, so it cannot round here.
+    info = jnp.finfo(q.dtype)
+    rest = (exact - jax.lax.reduce_precision(exact, info.nexp, info.nmant)).astype(q.dtype)
+    out = exact.astype(q.dtype)
+    return out, (q, k, v, first, operator, out, rest, lse)
 
 
 def _attend_backward(call, saved, dout):
-    q, k, v, first, operator, out, lse = saved
+    q, k, v, first, operator, out, rest, lse = saved
     t, (batch, num_rows, heads, _), num_keys = call.backward, q.shape, k.shape[1]
     dout = dout.astype(q.dtype)
-    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1)
+    delta = jnp.sum((out.astype(jnp.float32) + rest.astype(jnp.float32)) * dout.astype(jnp.float32), -1)
     scale = _gradient_scale(dout, v, operator)
     # Blocks of rows limit the memory of P and dS.
     fitting = max(1, BLOCK_BYTES // (4 * batch * heads * num_keys * t.rows))

@@ -184,6 +184,7 @@ template <int N> DEV void load(Pair (&r)[N], const Half* p) {
     memcpy(r, p, N * sizeof(Pair));
 }
 DEV void store(Half* p, Pair a) { check_alignment(p, 2), memcpy(p, &a, sizeof a); }
+DEV void store(float* p, float lo, float hi) { check_alignment(p, 2), p[0] = lo, p[1] = hi; }
 DEV void store(Half* p, Pair a, Pair b) { check_alignment(p, 4), store(p, a), store(p + 2, b); }
 DEV void store(Half* p, const Pair (&a)[4]) { check_alignment(p, 8), memcpy(p, a, sizeof a); }
 DEV void load(float (&r)[4], const float* p) { memcpy(r, p, sizeof r); }

@@ -107,7 +107,7 @@ KERNEL __launch_bounds__(THREADS, 1) dape_forward(
     const float* added,                              // [N, SLOTS], times log2 e
     const Half* left_knee, const float* left_added,  // see Left
     const int* first_at,                             // column of the first row
-    Input* out,                                      // [B, T, H, K]; of several chunks float [chunks, B, T, H, K]
+    float* out,                                      // [chunks, B, T, H, K]
     float* lse,                                      // [B, T, H], base 2; of several chunks [chunks, B, T, H, 2], reference and sum
     int num_rows, int num_keys, int num_distances, int window, int tiles_per_chunk, float scale) {
     SHARED_MEMORY;
@@ -235,11 +235,7 @@ KERNEL __launch_bounds__(THREADS, 1) dape_forward(
                 for (int e = 0; e < 2; e++) {
                     long at = ((((long)BLOCK_Y * GRID_Z + batch) * num_rows + row) * H + head) * K + K / 8 * (2 * t + e);
 #pragma unroll
-                    for (int i = 0; i < K / 8; i += 2) {
-                        float lo = x[m][i][2 * f + e], hi = x[m][i + 1][2 * f + e];
-                        if (GRID_Y == 1) store(out + at + i, pack_input(lo, hi));
-                        else reinterpret_cast<float*>(out)[at + i] = lo, reinterpret_cast<float*>(out)[at + i + 1] = hi;
-                    }
+                    for (int i = 0; i < K / 8; i += 2) store(out + at + i, x[m][i][2 * f + e], x[m][i + 1][2 * f + e]);
                 }
             }
         }

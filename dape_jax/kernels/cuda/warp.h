@@ -119,6 +119,7 @@ template <int N> DEV void load(Pair (&r)[N], const Half* p) {
     }
 }
 DEV void store(Half* p, Pair a) { *reinterpret_cast<Pair*>(p) = a; }
+DEV void store(float* p, float lo, float hi) { *reinterpret_cast<float2*>(p) = make_float2(lo, hi); }
 DEV void store(Half* p, Pair a, Pair b) { *reinterpret_cast<uint2*>(p) = make_uint2(a, b); }
 DEV void store(Half* p, const Pair (&a)[4]) { *reinterpret_cast<uint4*>(p) = make_uint4(a[0], a[1], a[2], a[3]); }
 DEV void load(float (&r)[4], const float* p) {
