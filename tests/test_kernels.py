@@ -327,7 +327,7 @@ def test_bfloat16_is_as_accurate_as_dense(case, implementation):
         assert ours < max(1.5 * dense, 2e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_the_mean_of_a_rows_gradients_is_that_of_the_output_before_rounding():
     """The gradient of Kerple's `a` nearly cancels; with the rounded output it is five times as far off."""
     case = Case(channels=8, heads=2, groups=2)
