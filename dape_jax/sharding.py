@@ -181,6 +181,14 @@ def full_precision(dtype: DTypeLike) -> jax.lax.Precision | None:
     return None if jnp.dtype(dtype).itemsize < 4 else jax.lax.Precision.HIGHEST
 
 
+def at_least_float32(dtype: DTypeLike) -> np.dtype:
+    """Return float32 for a narrower dtype, and others as they are.
+
+    `jnp.promote_types` raises for 16 bits where `jax_numpy_dtype_promotion` is "strict".
+    """
+    return np.promote_types(dtype, jnp.float32)
+
+
 def vary_alike(*trees: Any) -> Any:
     """Mark all arrays as varying over every mesh axis that any of them varies over.
 

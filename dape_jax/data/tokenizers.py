@@ -104,8 +104,9 @@ class HfTokenizer:
         end = next((token for token in (*marked, *END_TOKENS) if token in id_of), None)
         if end is None:
             usual = " or ".join(END_TOKENS)
-            advice = f"; --end_of_document of dape-prepare names another of {list(id_of)}"
-            advice = advice if id_of else "; `add_special_tokens` of the tokenizers library adds one"
+            advice = "; `add_special_tokens` of the tokenizers library adds one"
+            if id_of:
+                advice = f"; --end_of_document of dape-prepare names another of {list(id_of)}"
             raise InputError(f"{where}: added_tokens must have an end-of-document token: {usual}{advice[:500]}")
         for token in parsed["added_tokens"]:  # the library numbers them consecutively and ignores the ids in the file
             found, name = id_of[token["content"]], f"added token {token['content']!r}"

@@ -1,9 +1,9 @@
-"""Questions that the evaluations answer: `PROTOCOLS`, one row for each of a language model, and their reports.
+"""`PROTOCOLS`, the questions that evaluations of language models answer; and the reports of all evaluations.
 
-A row has which lengths and tokens are scored, the result of one model, the difference of two, and the table and figure
-of all. Appendix A of the paper measures the gain from the context before the last T_train tokens ("delta"): their
-perplexity given only those tokens, minus their perplexity given all N (equation 6). The first is the perplexity at
-length T_train with all targets scored, because sequences of all lengths end at the same places.
+A row says which tokens are scored at which lengths, and makes the result of one model, the difference of two, and the
+table and figure of all. Appendix A of the paper measures the gain from the context before the last T_train tokens
+("delta"): their perplexity given only those tokens, minus their perplexity given all N (equation 6). The first is the
+perplexity at length T_train with all targets scored, because sequences of all lengths end at the same places.
 
 To add a protocol, add a row. Next: `perplexity.py`, `accuracy.py`.
 """
@@ -70,8 +70,8 @@ class Protocol(NamedTuple):
     stem: str  # of the files of its report
     windows: Callable[[EvaluationConfig, int], EvaluationConfig] | None  # what is scored; None: as the config says
     scores: Callable[[Documents, NllByLength], Scores]
-    result: Callable[[Scores, int], Run]  # of a run, or of the seeds of a method; T_train is the second argument
-    difference: Callable[[list[int], int], Difference]  # of two methods at the places of their scores; as above
+    result: Callable[[Scores, int], Run]  # scores, T_train -> the result of a run, or of the seeds of a method
+    difference: Callable[[list[int], int], Difference]  # places of the scores, T_train -> how two methods differ
     table: Callable[[Results], Table]
 
 

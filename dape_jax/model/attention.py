@@ -40,7 +40,15 @@ from dape_jax.model.scores import (
     segment_starts,
     soft_cap,
 )
-from dape_jax.sharding import AXES, activation_spec, axis_sizes, device_platform, full_precision, split_batch
+from dape_jax.sharding import (
+    AXES,
+    activation_spec,
+    at_least_float32,
+    axis_sizes,
+    device_platform,
+    full_precision,
+    split_batch,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -262,7 +270,7 @@ def _score(
     mask: Mask,
 ) -> Scores:
     """Return scores, bias and mask of a block of query rows."""
-    dtype = np.promote_types(q_BTHK.dtype, jnp.float32)
+    dtype = at_least_float32(q_BTHK.dtype)
     scale = q_BTHK.shape[-1] ** -0.5 if score_mod.scale is None else score_mod.scale
     scores_BHTS = soft_cap(products(q_BTHK, k_BSGK, dtype) * scale, score_mod.cap)
     visible = mask.visible(positions)
@@ -320,7 +328,7 @@ class Dense(Implementation):
 
     def attend_rows(self, q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask):
         """See `Implementation`."""
-        dtype = np.promote_types(q_BTHK.dtype, jnp.float32)
+        dtype = at_least_float32(q_BTHK.dtype)
         processor, options = score_mod.processor, {}
         scores = _score(q_BTHK, k_BSGK, positions, score_mod, mask)
         if positions.q_start_BT is not None and processor.key_halo != (0, 0):

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from dape_jax.errors import positive, require
 from dape_jax.hardware import LANES
-from dape_jax.sharding import axis_sizes, full_precision, split_batch
+from dape_jax.sharding import at_least_float32, axis_sizes, full_precision, split_batch
 
 Heads = Float[Array, "B T H K"]
 RowPositions = Int[Array, "T"] | Int[Array, "B T"]
@@ -92,7 +92,7 @@ class Rope:
 
     def _rotate(self, x_BTHK: Heads, pos: RowPositions) -> Heads:
         rope, (heads, head_dim) = self.at_length(pos.shape[-1]), x_BTHK.shape[2:]
-        dtype = np.promote_types(x_BTHK.dtype, jnp.float32)
+        dtype = at_least_float32(x_BTHK.dtype)
         num_rotated = rope.num_rotated(head_dim)
         half, others = num_rotated // 2, (0, head_dim - num_rotated)
         frequencies_K = np.pad(np.tile(rope.frequencies(num_rotated), 2), others)

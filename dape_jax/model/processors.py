@@ -12,7 +12,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -21,7 +20,7 @@ from dape_jax.errors import InputError, one_of, positive, require
 from dape_jax.model.biases import Bias, fan_in_uniform
 from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.scores import VisiblePairs, over_heads
-from dape_jax.sharding import device_platform, full_precision, split_batch, vary_alike
+from dape_jax.sharding import at_least_float32, device_platform, full_precision, split_batch, vary_alike
 
 ALIGNMENTS = ("centered", "causal")
 EDGES = ("prefix", "listing")
@@ -188,7 +187,7 @@ def key_convolution(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _key_convolution(x_BTSI: Array, kernel_WIO: Array, pad_left: int, pad_right: int) -> Array:
-    dtype, width = np.promote_types(x_BTSI.dtype, jnp.float32), kernel_WIO.shape[0]
+    dtype, width = at_least_float32(x_BTSI.dtype), kernel_WIO.shape[0]
     options = {"precision": full_precision(x_BTSI.dtype), "preferred_element_type": dtype}
     if device_platform() == "tpu":
         padded = jnp.pad(x_BTSI, ((0, 0), (0, 0), (pad_left, pad_right), (0, 0)))
@@ -350,7 +349,7 @@ def dape(
             hidden_BTJC = jnp.where(in_array_BTJ[..., None], hidden_BTJC, 0)
         return key_convolution(hidden_BTJC, output_WCH.astype(hidden_BTJC.dtype), left_2, right_2)
 
-    batch, full_dtype = scores_BHTS.shape[0], np.promote_types(dtype, jnp.float32)
+    batch, full_dtype = scores_BHTS.shape[0], at_least_float32(dtype)
     hidden_BTJC = hidden_bias_C[None, None, None].astype(full_dtype)
     if bias_BHTS is not None and bias_WHC is not None and dtype != full_dtype:
         hidden_BTJC += convolved(bias_BHTS.astype(full_dtype), bias_WHC)

@@ -38,7 +38,17 @@ from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.positions import NoRotary, Rope
 from dape_jax.model.processors import DapeConfig, ProcessorConfig, ScoreMod
 from dape_jax.model.scores import Mask, Positions, segment_starts, soft_cap
-from dape_jax.sharding import ROW_AXES, axis_sizes, constrain, embed, last_rows, matmul, stripe, unstripe
+from dape_jax.sharding import (
+    ROW_AXES,
+    at_least_float32,
+    axis_sizes,
+    constrain,
+    embed,
+    last_rows,
+    matmul,
+    stripe,
+    unstripe,
+)
 
 # Model sizes of the paper: table 8, and the official configurations for the two that table 8 omits.
 SIZES = {
@@ -71,7 +81,7 @@ def _normal_cdf(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def _wide(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    return x.astype(np.promote_types(x.dtype, jnp.float32))
+    return x.astype(at_least_float32(x.dtype))
 
 
 ACTIVATIONS = {
@@ -691,7 +701,7 @@ class Transformer(nnx.Module):
     def logits(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Return the logits of features, float32 (float64 if the compute dtype is)."""
         x_BTD = x_BTD.astype(self.config.compute_dtype)
-        dtype = np.promote_types(x_BTD.dtype, jnp.float32)
+        dtype = at_least_float32(x_BTD.dtype)
         logits_BTV = soft_cap(linear("BTD,DV->BTV", x_BTD, self.output_DV, None, dtype), self.config.logit_cap)
         if self.output_bias_V is not None:
             logits_BTV += self.output_bias_V[None, None].astype(logits_BTV.dtype)

@@ -171,8 +171,7 @@ def _values(path: str, content: Any, head: bytes, config: PrepareConfig) -> Iter
     if is_table or name.endswith((".parquet", ".arrow")):
         return _rows(path, content, head, config)
     start, is_json, begins = content.tell(), name.endswith(".json"), b"" if b"\0" in head else head.lstrip()
-    is_array = re.match(rb"\[\s*\{", begins) is not None
-    is_lines = name.endswith((".jsonl", ".ndjson"))
+    is_array, is_lines = re.match(rb"\[\s*\{", begins) is not None, name.endswith((".jsonl", ".ndjson"))
     if is_lines and not is_array:
         return _lines(content)
     if begins.startswith(b"{"):

@@ -15,9 +15,9 @@ from jaxtyping import Array, Float, Int
 from dape_jax.kernels.tables import Operator
 from dape_jax.kernels.tpu.backward import backward_pass
 from dape_jax.kernels.tpu.forward import forward_pass
-from dape_jax.kernels.tpu.tiling import BLOCKS, LANES, PHASES, Tiling, cost, tilings
+from dape_jax.kernels.tpu.tiling import Tiling, cost, tilings
 
-__all__ = ["BLOCKS", "LANES", "PHASES", "Tiling", "attend", "cost", "tilings"]
+__all__ = ["Tiling", "attend", "cost", "tilings"]
 
 
 def attend(
