@@ -320,6 +320,9 @@ def test_chat_templates_have_what_transformers_gives_them_or_are_refused(tmp_pat
         settings = {"chat_template": [{"name": name, "template": "x"}]}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
         assert conventions_of(tmp_path, {}, Bytes()).chat_template == expected
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(InputError, match=r"chat_template\.jinja: must be UTF-8"):
+        conventions_of(tmp_path, {}, Bytes())
 
 
 def test_the_end_token_of_the_source_ends_documents_or_only_completions(tmp_path):

@@ -101,7 +101,10 @@ def conventions_of(directory: Path, config: dict[str, Any], tokenizer: Tokenizer
     if isinstance(template, list):  # several, by name
         template = {each["name"]: each["template"] for each in template}.get("default")
     if (directory / TEMPLATE_FILE).exists():
-        template = (directory / TEMPLATE_FILE).read_text(encoding="utf-8")
+        try:
+            template = (directory / TEMPLATE_FILE).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{directory / TEMPLATE_FILE}: must be UTF-8: {error}") from error
     adds_bos = bool(adds_bos) and names["bos_token"] is not None
     generation = {name: value for name, value in generation.items() if not _OWN_GENERATION.fullmatch(name)}
     others: dict[str, Any] = {"other_tokens": tokens, "generation": generation}
