@@ -141,7 +141,7 @@ PLACES = (
     f"{TRAIN}quickstart.py --config.init.source",
     "eval.py --workdir",
     "eval.py --workdir=run --output",
-    "-m dape_jax.data.prepare --output=corpus --tokenizer=bytes --input",
+    "-m dape_jax.data.prepare --output=refused-corpus --tokenizer=bytes --input",
     "-m dape_jax.data.prepare --input=text --tokenizer=bytes --output",
     "-m dape_jax.tools.attention_maps --length=8 --workdir",
     "-m dape_jax.tools.generate --prompt=a --workdir",
@@ -160,7 +160,7 @@ def test_every_mistake_is_one_line_with_its_field_and_value(tmp_path):
         assert len(lines) == len(expected), (command, stderr)
         for words in expected:
             assert any(all(word in line for word in words.split(" & ")) for line in lines), (command, words, stderr)
-    assert not [file for file in ROOT.iterdir() if file.name in ("abfs:", "run", "corpus", "exported")]
+    assert not [file for file in ROOT.iterdir() if file.name in ("abfs:", "run", "refused-corpus", "exported")]
 
 
 SETTINGS = """
