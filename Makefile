@@ -81,7 +81,7 @@ build/gpu-wheels/downloaded: constraints.txt | install
 	    array-record backports.zstd beartype cattrs grain ml-collections portpicker tensorboardX
 	touch $@
 
-# `make test MARKS='not exhaustive'` is the longer selection; `.ci/run` divides it between this and `make test-newest`.
+# `make test MARKS='not exhaustive'` is the longer selection, of `.ci/run`.
 MARKS = not slow and not extra
 test: install-dev
 	$(PY) -m pytest -n auto --dist worksteal -m '$(MARKS)'
@@ -89,16 +89,16 @@ test: install-dev
 test-all: install-dev
 	$(PY) -m pytest -n auto --dist worksteal
 
-# transformers and what it needs in other versions, beside the environment, so that all other packages stay. The newest have no
-# constraints, so that a change in them is seen; the oldest are those of the extra hf.
+# transformers and what it needs in other versions, beside the environment. The newest have no constraints, so that a change in
+# them is seen, but not by `.ci/run`, where a release of others would fail any commit; the oldest are those of the extra hf.
 OLDEST = $(shell sed -n 's/^hf = .*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
-test-newest: HF = accelerate huggingface-hub safetensors tokenizers transformers
+test-newest: HF = huggingface-hub safetensors tokenizers transformers
 test-newest: FILES = $(shell grep -l pytest.mark.hf tests/*.py)
 test-oldest: FILES = tests/test_export.py tests/test_import.py
-test-oldest: HF = 'transformers==$(OLDEST).*' 'huggingface-hub<2' 'tokenizers<=0.23.0' httpx httpcore h11
+test-oldest: HF = --no-deps 'transformers==$(OLDEST).*' 'huggingface-hub<2' 'tokenizers<=0.23.0' httpx httpcore h11
 test-newest test-oldest: test-%: install-dev
 	rm -rf .venv/$*
-	$(PIP) --upgrade --no-deps --target .venv/$* $(HF)
+	$(PIP) --upgrade --target .venv/$* $(HF)
 	PYTHONPATH=$(CURDIR)/.venv/$* $(PY) -m pytest -n auto --dist worksteal -m 'hf and not slow' $(FILES)
 
 docs: .venv/docs-installed
