@@ -311,6 +311,24 @@ def test_derivatives(page, monkeypatch):
 
 
 @pytest.mark.extra
+def test_second_derivatives_of_blocks(page):
+    """With respect to what was differentiated, and to all else."""
+    q_BTHK, k_BTHK, v_BTHK = page.args
+
+    @functools.partial(jax.jit, static_argnums=0)
+    @functools.partial(jax.grad, argnums=(1, 2))
+    def second(implementation, q_BTHK, modules):
+        def loss(q_BTHK):
+            return (attend(q_BTHK, k_BTHK, v_BTHK, implementation=implementation, **modules) ** 2).sum()
+
+        return jnp.vdot(jax.grad(loss)(q_BTHK), v_BTHK)
+
+    expected = second(Dense(), q_BTHK, page.ours)
+    assert np.abs(expected[0]).max() > 1
+    chex.assert_trees_all_close(second(Blockwise(8, num_buckets=2), q_BTHK, page.ours), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.extra
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 @pytest.mark.parametrize("spec", [PartitionSpec("x"), PartitionSpec(None, None, "x")], ids=["batch", "heads"])
 def test_split_arrays_give_right_numbers(page, spec, kind):
@@ -458,6 +476,13 @@ def test_a_wrong_bias_or_processor_is_named(implementation):
             attend(*qkv, **options, implementation=implementation)
     with pytest.raises(NotImplementedError, match="Unfinished must define __call__"):
         attend(*qkv, processor=Unfinished(), implementation=implementation)
+
+
+@pytest.mark.usefixtures("no_annotations")
+def test_a_name_in_place_of_an_object_of_the_model_is_refused():
+    for field in ("rotary", "bias", "processor", "attention"):
+        with pytest.raises(dape_jax.InputError, match=f"^model.{field} = 'kerple': must be an instance of [A-Z]"):
+            TransformerConfig(2, 16, 4, vocab_size=11, **{field: "kerple"})
 
 
 B, T, H, G, K = 2, 16, 4, 2, 8

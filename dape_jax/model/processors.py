@@ -231,10 +231,12 @@ def _key_convolution_backward(pad_left: int, pad_right: int, saved: Any, dy_BTJO
     return dx_BTSI.astype(x_BTSI.dtype), dkernel_WIO.astype(kernel_WIO.dtype)
 
 
-_key_convolution.defvjp(
-    lambda x_BTSI, kernel_WIO, *padding: (_key_convolution(x_BTSI, kernel_WIO, *padding), (x_BTSI, kernel_WIO)),
-    _key_convolution_backward,
-)
+def _key_convolution_forward(x_BTSI: Array, kernel_WIO: Array, *padding: int) -> tuple[Array, tuple[Array, Array]]:
+    # Without copies, which compile to nothing, JAX 0.10 and 0.11 mix up what is saved in the second derivative of a scan.
+    return _key_convolution(x_BTSI, kernel_WIO, *padding), (jnp.copy(x_BTSI), jnp.copy(kernel_WIO))
+
+
+_key_convolution.defvjp(_key_convolution_forward, _key_convolution_backward)
 
 
 def leaky_relu_change(x: Array, knee: Array) -> Array:
