@@ -232,7 +232,7 @@ def _key_convolution_backward(pad_left: int, pad_right: int, saved: Any, dy_BTJO
 
 
 def _key_convolution_forward(x_BTSI: Array, kernel_WIO: Array, *padding: int) -> tuple[Array, tuple[Array, Array]]:
-    # Without copies, which compile to nothing, JAX 0.10 and 0.11 mix up what is saved in the second derivative of a scan.
+    # Without copies, which compile to nothing, JAX 0.10 and 0.11 mix up what is saved in a scan's second derivative.
     return _key_convolution(x_BTSI, kernel_WIO, *padding), (jnp.copy(x_BTSI), jnp.copy(kernel_WIO))
 
 
