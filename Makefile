@@ -81,7 +81,7 @@ build/gpu-wheels/downloaded: constraints.txt | install
 	    array-record backports.zstd beartype cattrs grain ml-collections portpicker tensorboardX
 	touch $@
 
-# `make test MARKS='not exhaustive'` is the longer selection, of `.ci/run`.
+# `make test MARKS='not exhaustive'` is the longer selection; `.ci/run` divides it between this and `make test-newest`.
 MARKS = not slow and not extra
 test: install-dev
 	$(PY) -m pytest -n auto --dist worksteal -m '$(MARKS)'
@@ -90,7 +90,7 @@ test-all: install-dev
 	$(PY) -m pytest -n auto --dist worksteal
 
 # transformers and what it needs in other versions, beside the environment. The newest have no constraints, so that a change in
-# them is seen, but not by `.ci/run`, where a release of others would fail any commit; the oldest are those of the extra hf.
+# them is seen; the oldest are those of the extra hf.
 OLDEST = $(shell sed -n 's/^hf = .*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 test-newest: HF = huggingface-hub safetensors tokenizers transformers
 test-newest: FILES = $(shell grep -l pytest.mark.hf tests/*.py)
