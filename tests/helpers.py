@@ -92,6 +92,11 @@ def random_params(config: TransformerConfig) -> Params:
     return jax.tree_util.tree_map_with_path(random, model_structure(config)[1])
 
 
+def logits(config: TransformerConfig, params: Params, tokens: np.ndarray) -> np.ndarray:
+    graphdef, _ = model_structure(config)
+    return np.asarray(jax.jit(lambda params, x: nnx.merge(graphdef, params)(x))(params, tokens.astype(np.int32)))
+
+
 def write_run(workdir: Path, spec: dict[str, Any], tokenizer: Any = None) -> Path:
     """Write a run with random parameters at step 0."""
     run = read_run(spec)

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import logits
+
+from dape_jax.evaluation.trained import read_trained, restore
+from dape_jax.training import loop
 
 ARCHIVE = Path(__file__).parent / "fixtures" / "written_by_bbabf1f.tar.xz"
 
@@ -25,28 +29,18 @@ def written(tmp_path_factory) -> Path:
 
 @pytest.mark.extra
 def test_a_run_is_resumed_and_read(written):
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
-
-    from dape_jax.evaluation.trained import read_trained, restore
-    from dape_jax.model.transformer import model_structure
-    from dape_jax.training import loop
-
     expected = json.loads((written / "expected.json").read_text())
     spec = json.loads((written / "run" / "config.json").read_text())["config"]
     spec["data"] |= {"path": str(written / "text"), "cache_dir": str(written / "cache")}
 
-    def logits() -> np.ndarray:
+    def last_logits() -> np.ndarray:
         trained = read_trained(written / "run", "newest", {})
         _, params = restore(trained)
-        graphdef, _ = model_structure(trained.run.model)
-        run = jax.jit(lambda params, tokens_BT: nnx.merge(graphdef, params)(tokens_BT)[0, -1])
-        return np.asarray(run(params, jnp.asarray([expected["tokens"]])))
+        return logits(trained.run.model, params, np.array([expected["tokens"]]))[0, -1]
 
-    assert np.abs(logits() - expected["last_logits"]).max() > 1e-2  # step 2
+    assert np.abs(last_logits() - expected["last_logits"]).max() > 1e-2  # step 2
     loop.train(spec, written / "run")
-    np.testing.assert_allclose(logits(), expected["last_logits"], atol=1e-4)  # step 4
+    np.testing.assert_allclose(last_logits(), expected["last_logits"], atol=1e-4)  # step 4
 
 
 def test_an_export_is_loaded(written):
@@ -54,5 +48,5 @@ def test_an_export_is_loaded(written):
     expected = json.loads((written / "expected.json").read_text())
     model = transformers.AutoModelForCausalLM.from_pretrained(written / "export", trust_remote_code=True)
     with torch.no_grad():
-        logits = model(torch.tensor([expected["tokens"]])).logits[0, -1]
-    np.testing.assert_allclose(logits.numpy(), expected["last_logits"], atol=1e-4)
+        found = model(torch.tensor([expected["tokens"]])).logits[0, -1]
+    np.testing.assert_allclose(found.numpy(), expected["last_logits"], atol=1e-4)

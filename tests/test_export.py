@@ -19,9 +19,9 @@ import tiny
 import torch
 import transformers
 from accelerate.utils import send_to_device
-from helpers import write_run
+from helpers import logits, write_run
 from processes import run_python
-from test_import import logits, ours
+from test_import import ours
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.cache_utils import DynamicCache
 

@@ -197,11 +197,6 @@ def ours(workdir: Path) -> tuple[TransformerConfig, Any]:
     return trained.run.model, jax.device_get(params)
 
 
-def logits(config: TransformerConfig, params: Any, tokens: np.ndarray) -> np.ndarray:
-    graphdef, _ = model_structure(config)
-    return np.asarray(jax.jit(lambda params, x: nnx.merge(graphdef, params)(x))(params, tokens.astype(np.int32)))
-
-
 def tokens(batch: int = 2, length: int = 20) -> np.ndarray:
     return np.random.default_rng(0).integers(0, SIZES["vocab_size"], (batch, length))
 
@@ -354,7 +349,7 @@ def test_added_tokens_without_an_embedding_are_left_out(tmp_path, caplog):
 
 @pytest.mark.hf
 @pytest.mark.extra
-def test_a_completion_is_that_of_transformers(directories, tmp_path, capsys):
+def test_a_completion_is_that_of_transformers(tmp_path):
     """With the BOS token, all end tokens, control tokens and the chat template of the source, also after an export."""
     tokenizer, model = chat_model(tmp_path / "source"), theirs("llama")
     greedy = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 257}

@@ -12,15 +12,14 @@ import numpy as np
 import optax
 import pytest
 import tiny
-from flax import nnx
-from helpers import random_params, write_run
+from helpers import logits, random_params, write_run
 from test_training import interrupt_at, saved_arrays
 
 from dape_jax.config import read_run, resolved
 from dape_jax.data.tokenizers import save_tokenizer, train_bpe
 from dape_jax.errors import InputError
 from dape_jax.model.positions import Rope
-from dape_jax.model.transformer import flat_params, model_structure, parameter_kind
+from dape_jax.model.transformer import flat_params, parameter_kind
 from dape_jax.planning import plan
 from dape_jax.recipes import RECIPES, read_module
 from dape_jax.sharding import make_mesh, put_batch
@@ -48,12 +47,6 @@ def start(monkeypatch, spec: dict[str, Any], workdir: Path) -> TrainState:
     return started.value.args[0]
 
 
-def logits(spec: dict[str, Any], params: dict[str, Any]) -> np.ndarray:
-    tokens = np.random.default_rng(0).integers(0, 257, (2, 16), np.int32)
-    graphdef, _ = model_structure(read_run(spec).model)
-    return np.asarray(jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens))(params, tokens))
-
-
 @pytest.fixture(scope="module")
 def sources(trained_root) -> Path:
     """Return the directory of the trained runs `none` and `dape`, which have steps 2 and 4. Read-only."""
@@ -76,12 +69,13 @@ def test_a_run_starts_with_the_parameters_of_the_step_and_a_new_optimizer(
 def test_a_new_identity_processor_changes_the_logits_by_rounding(trained_root, sources, tmp_path, monkeypatch, caplog):
     """Check up to rounding: the compiler orders the sums of the new program differently."""
     plain = tiny.spec(trained_root, model__processor={"name": "none"})
-    expected = logits(plain, saved_arrays(sources / "none", 4)["params"])
+    tokens = np.random.default_rng(0).integers(0, 257, (2, 16))
+    expected = logits(read_run(plain).model, saved_arrays(sources / "none", 4)["params"], tokens)
     found = {}
     for name, processor in (("identity", IDENTITY), ("uniform", DAPE)):
         caplog.clear()
         spec = tiny.spec(trained_root, init__source=f"{sources}/none", model__processor=processor)
-        found[name] = logits(spec, start(monkeypatch, spec, tmp_path / name).params)
+        found[name] = logits(read_run(spec).model, start(monkeypatch, spec, tmp_path / name).params, tokens)
         assert ("model.processor.init=identity" in caplog.text) == (name == "uniform")
     assert np.abs(found["uniform"] - expected).max() > 1e-3
     np.testing.assert_allclose(found["identity"], expected, atol=2e-6)
