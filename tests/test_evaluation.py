@@ -33,10 +33,10 @@ from dape_jax.data.tokenizers import save_tokenizer, train_bpe
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import command as watching
 from dape_jax.evaluation import figures, perplexity, programs, protocols, report, statistics, trained
-from dape_jax.evaluation.comparison import compare, methods_of
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.perplexity import choose_windows, compile_lengths, score_windows, window_batch
 from dape_jax.evaluation.programs import model_at, padded_batches, predicted_bytes
+from dape_jax.evaluation.protocols import compare, methods_of
 from dape_jax.evaluation.report import ReportPaths
 from dape_jax.evaluation.trained import TrainedModel, corpora_of, named_apart, read_trained
 from dape_jax.model.transformer import model_structure
@@ -293,11 +293,6 @@ EASY, SPREAD = np.random.default_rng(0).normal(32, 4, 80), np.array([[-0.8], [0.
 OF_SEEDS, OF_DOCUMENTS = 4.303 * 0.8 / math.sqrt(3) / 16, 1.96 * EASY.std() / math.sqrt(80) / 16  # half intervals
 
 
-def compared(stem: str, runs: list[dict[str, Any]], options: Options) -> list[dict[str, Any]]:
-    """Return the results of methods."""
-    return compare(runs, options, *protocols.REPORTS[stem][:2])
-
-
 def seeds_of(
     nats: np.ndarray, name: str, config: str, stem: str = "lengths", change: float = 0.0
 ) -> list[dict[str, Any]]:
@@ -322,8 +317,8 @@ def seeds_of(
 def test_paired_differences_are_those_of_the_saved_windows():
     """Compute the mean and its bootstrap over documents by hand."""
     runs = report.read_results(epath.Path(QUICKSTART))
-    methods = compared("lengths", runs, Options(baseline="kerple"))
-    assert compared("lengths", runs, Options(baseline="runs/quickstart/kerple/")) == methods
+    methods = compare("lengths", runs, Options(baseline="kerple"))
+    assert compare("lengths", runs, Options(baseline="runs/quickstart/kerple/")) == methods
     _, ours = methods
     documents, rng = np.array(runs[0]["documents"]), np.random.default_rng(1)
     assert [each["length"] for each in ours["differences"]] == [64, 128, 256, 512, 1024, 2048]
@@ -342,7 +337,7 @@ def test_paired_differences_are_those_of_the_saved_windows():
 
 def test_seeds_are_one_method_with_an_interval_over_seeds_and_documents():
     runs = seeds_of(EASY + SPREAD, "kerple", "a") + seeds_of(EASY + SPREAD - 1.6, "dape1x3-kerple", "b")
-    base, ours = compared("lengths", runs, Options(baseline="kerple-seed1"))
+    base, ours = compare("lengths", runs, Options(baseline="kerple-seed1"))
     assert (base["name"], base["runs"]) == ("kerple", ["kerple-seed0", "kerple-seed1", "kerple-seed2"])
     (length,) = base["lengths"]
     assert math.log(length["perplexity"]) == pytest.approx(EASY.mean() / 16)
@@ -354,10 +349,10 @@ def test_seeds_are_one_method_with_an_interval_over_seeds_and_documents():
     _, (_, rows, figure) = protocols.table_of("lengths", runs, Options(labels=("kerple=Kerple",)))
     assert [row[0] for row in rows] == ["", "Kerple (3 seeds)", "dape1x3-kerple (3 seeds)"]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["Kerple", "dape1x3-kerple"]
-    assert len(compared("lengths", runs, Options(group_seeds=False))) == 6
+    assert len(compare("lengths", runs, Options(group_seeds=False))) == 6
     seeds = [run for run in runs if run["name"].startswith("kerple-seed")]
     with pytest.raises(InputError, match=r"--baseline = 'kerple-seed1': needs another method .* --group_seeds=no"):
-        compared("lengths", seeds, Options(baseline="kerple-seed1"))
+        compare("lengths", seeds, Options(baseline="kerple-seed1"))
 
 
 def two_methods(stem: str) -> tuple[list[dict[str, Any]], list[list[str]]]:
@@ -399,11 +394,11 @@ def test_losses_by_position_of_methods_are_compared_on_the_same_windows():
         assert [each[end] for end in ("nats", "low", "high")] == pytest.approx([nats] * 3, abs=1e-5)  # all cancels
     assert rows[3] == ["dape - kerple", *(f"{n:+.3f} [{n:+.3f}, {n:+.3f}]" for n in (-0.2, -0.36)), ""]
     one = seeds_of(EASY[None], "kerple", "a", "positions", 0.3)  # a method of one run is that run
-    assert compared("positions", one, Options())[0]["positions"] == one[0]["positions"]
+    assert compare("positions", one, Options())[0]["positions"] == one[0]["positions"]
     for each in one[0]["positions"]["bins"]:
         del each["window_nats"]
     with pytest.raises(InputError, match=r"positions = \['kerple-seed0'\]: must be evaluated again"):
-        compared("positions", seeds_of(EASY[None], "alibi", "b", "positions") + one, Options(baseline="alibi-seed0"))
+        compare("positions", seeds_of(EASY[None], "alibi", "b", "positions") + one, Options(baseline="alibi-seed0"))
 
 
 def test_accuracies_of_seeds_are_averaged_and_compared():

@@ -21,10 +21,10 @@ from jax.stages import Wrapped
 from jaxtyping import Array, Int
 
 from dape_jax.config import TaskRunConfig
-from dape_jax.evaluation import comparison, report
+from dape_jax.evaluation import report
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, run_in_batches
-from dape_jax.evaluation.protocols import save
+from dape_jax.evaluation.protocols import methods_of, save
 from dape_jax.evaluation.trained import TrainedModel, program_key, read_models, require_same, restore
 from dape_jax.model.attention import Blockwise, Dense
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
@@ -54,7 +54,7 @@ def evaluate_tasks(
         check_mesh(make_mesh(model.mesh), {"T": ("evaluation.pad_to", model.run.evaluation.pad_to)})
 
     identities = [model.identity | {"task": model.run.data.task} for model in models]
-    comparison.methods_of(identities, options)  # refuses wrong names
+    methods_of(identities, options)  # refuses wrong names
     directory = make_results_directory(output or report.common_directory(workdirs))
     programs = dict[Any, dict[int, Program]]()  # compiled before any parameters are read, as in `perplexity.py`
     for model in models:

@@ -29,10 +29,10 @@ from dape_jax.config import RunConfig
 from dape_jax.data.conventions import saved_conventions
 from dape_jax.data.store import TokenStore, joined, verify_stores
 from dape_jax.errors import require
-from dape_jax.evaluation import comparison, report
+from dape_jax.evaluation import report
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, model_at, run_in_batches
-from dape_jax.evaluation.protocols import PROTOCOLS, Protocol, longest_window, save
+from dape_jax.evaluation.protocols import PROTOCOLS, Protocol, longest_window, methods_of, save
 from dape_jax.evaluation.statistics import NllByLength
 from dape_jax.evaluation.trained import TrainedModel, corpora_of, program_key, read_models, require_same, restore
 from dape_jax.model.positions import STRETCHES, Rope
@@ -107,7 +107,7 @@ def evaluate(
         ]
         for model, digest, chosen in zip(models, digests, variants, strict=True)
     ]
-    comparison.methods_of([each for of_model in identities for each in of_model], options)  # refuses wrong names
+    methods_of([each for of_model in identities for each in of_model], options)  # refuses wrong names
     counts = store.num_documents, store.num_tokens, int((np.diff(store.offsets) < shortest).sum())
     message = "text: %s documents (%s tokens); %s of them are left out, being shorter than %s tokens"
     logger.info(message, *(f"{count:,}" for count in (*counts, shortest)))

@@ -5,45 +5,220 @@ table and figure of all. Appendix A of the paper measures the gain from the cont
 ("delta"): their perplexity given only those tokens, minus their perplexity given all N (equation 6). The first is the
 perplexity at length T_train with all targets scored, because sequences of all lengths end at the same places.
 
+Reports show methods in place of runs: means over runs whose configs differ only in seeds, and paired differences from a
+baseline. All runs have the same windows, or the same strings, so that their differences are taken window by window, or
+length by length.
+
 To add a protocol, add a row. Next: `perplexity.py`, `accuracy.py`.
 """
 
 import dataclasses
-from collections.abc import Callable
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 from etils import epath
 
 from dape_jax.errors import require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.comparison import (
-    Difference,
-    Run,
-    accuracy_differences,
-    compare,
-    gain_by_length,
-    loss_by_length,
-    loss_by_position,
-    loss_differences,
-    mean_accuracies,
-    mean_losses,
-)
 from dape_jax.evaluation.config import EvaluationConfig
 from dape_jax.evaluation.figures import accuracy_table, delta_table, perplexity_table, positions_table
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.report import ReportPaths, Results, Table
 from dape_jax.evaluation.statistics import (
     Documents,
+    Interval,
     NllByLength,
     Scores,
+    Statistic,
+    difference_of,
+    gains,
     gains_of,
     lengths_of,
+    levels,
+    over_seeds,
     positions_of,
     scores_by_length,
     scores_by_position,
 )
 from dape_jax.storage import read_errors
+
+Run = dict[str, Any]
+# Fields that the results of benchmarks, of tasks or of earlier versions do not have.
+ABSENT = {"rotary": "rope", "seed": None, "task": "", "workdir": None}
+Difference = tuple[str, Statistic, list[Run]]  # name in a report, statistic, and what identifies each of its values
+
+
+# ---- methods
+
+
+class Method(NamedTuple):
+    """Runs of one method, with the names that --baseline and --labels take and the label that is shown."""
+
+    name: str
+    names: set[str]  # also of its runs
+    label: str
+    runs: list[Run]
+
+
+def methods_of(runs: Results, options: Options) -> list[Method]:
+    """Return the runs by method, each run alone without --group_seeds.
+
+    Raises:
+        InputError: --baseline or --labels names no run, there is only the baseline, or two methods have one label.
+    """
+    grouped, repeated = dict[Any, list[Run]](), Counter[Any]()
+    for number, run in enumerate(runs):
+        known = ABSENT | {"config": run["name"]} | run
+        same = known["config"], known["task"], known["rotary"]
+        repeated[same, known["seed"]] += 1  # runs of one seed are not one method: their seeds are no sample
+        key = (same, repeated[same, known["seed"]]) if options.group_seeds else number
+        grouped.setdefault(key, []).append(run)
+    labels, names = options.names, dict.fromkeys(sorted({run["name"] for run in runs}))
+    methods = []
+    for of_method in grouped.values():
+        name = _common_name([run["name"] for run in of_method])
+        known = {name}.union(*map(_names_of, of_method))
+        names[name] = None
+        label = next((labels[each] for each in labels if each in known), name)
+        methods.append(Method(name, known, label, of_method))
+    for field, given in (("labels", list(labels)), ("baseline", [options.baseline] if options.baseline else [])):
+        for each in given:
+            is_known = any(each in method.names for method in methods)
+            require(is_known, f"--{field}", each, f"must be one of the runs {', '.join(names)}")
+    advice = "needs another method to compare; --group_seeds=no makes one of each run"
+    require(options.baseline is None or len(methods) > 1, "--baseline", options.baseline, advice)
+    shown = [(method.label, (ABSENT | method.runs[0])["task"]) for method in methods]
+    require(len(set(shown)) == len(shown), "--labels", [label for label, _ in shown], "must be different names")
+    return methods
+
+
+def _names_of(run: Run) -> set[str]:
+    """Return the names of a run: the one in the table and, of a run as trained, its directory."""
+    known = ABSENT | run
+    has_directory = known["workdir"] is not None and known["rotary"] == "rope"
+    return {run["name"], *([run["workdir"], f"{run['workdir']}/"] if has_directory else [])}
+
+
+def _common_name(names: list[str]) -> str:
+    """Return the name of the runs without their seeds: kerple of kerple-seed0 and kerple-seed1, or of kerple/0 .. 9."""
+    first, *others = names
+    suffix, common = "".join(re.findall(r"\+(?:pi|ntk|yarn)$", first)), list[str]()  # of a rotary variant
+    for parts in map(set, zip(*(name.removesuffix(suffix).split("/") for name in names), strict=False)):
+        if len(parts) > 1:  # common is what precedes the number of the seed
+            parts = {re.sub(r"[-_. ]*(seed[-_. ]*)?\d+$", "", part) for part in parts}
+        common += parts if len(parts) == 1 else []
+    name = "/".join(filter(None, common)) or f"{first} and {len(others)} more"
+    return name + suffix if others else first
+
+
+def _pairs(runs: list[Run], others: list[Run]) -> tuple[list[Run], list[Run]]:
+    """Return the runs of two methods in pairs with equal seeds, or else in the given order."""
+    by_seed = {run["seed"]: run for run in others if "seed" in run}
+    same = [run for run in runs if "seed" in run and run["seed"] in by_seed]
+    num = min(len(runs), len(others))
+    return (same, [by_seed[run["seed"]] for run in same]) if same else (runs[:num], others[:num])
+
+
+def _named(name: str, interval: Interval) -> Run:
+    return {name: interval.value, "low": interval.low, "high": interval.high}
+
+
+# ---- losses
+
+
+def saved_scores(runs: Sequence[Run]) -> Scores:
+    """Return the scores of the runs of a method from their results."""
+    of_runs = [run["positions"]["bins"] if "positions" in run else run["lengths"] for run in runs]
+    allowed = "must be evaluated again to be compared: the losses of its windows are not in the file"
+    has_windows = all("window_nats" in each for of_run in of_runs for each in of_run)
+    require(has_windows, "positions", [run["name"] for run in runs], allowed)
+    nats = np.array([[each["window_nats"] for each in of_run] for of_run in of_runs]).swapaxes(1, 2)
+    first, num_windows = of_runs[0], nats.shape[1]
+    tokens = [
+        each["window_tokens"] if "window_tokens" in each else [each["num_tokens"] // num_windows] * num_windows
+        for each in first
+    ]
+    places = [each["last"] if "last" in each else each["length"] for each in first]
+    num_bytes = [each["num_bytes"] for each in first if "num_bytes" in each] or None
+    return Scores(np.array(runs[0]["documents"]), places, nats, np.array(tokens).T, num_bytes)
+
+
+def mean_losses(result: Callable[[Scores, int], Run], runs: list[Run]) -> Run:
+    """Return the result of a method from the scores of its runs."""
+    return result(saved_scores(runs), runs[0]["train_length"])
+
+
+def loss_by_length(places: list[int], train_length: int) -> Difference:
+    """Compare the loss at every length."""
+    return "nats", np.divide, [{"length": length} for length in places]
+
+
+def gain_by_length(places: list[int], train_length: int) -> Difference:
+    """Compare the gain from context at every length after the first."""
+    return "delta", gains, [{"length": length} for length in places[1:]]
+
+
+def loss_by_position(places: list[int], train_length: int) -> Difference:
+    """Compare the smoothed loss at every bin, around the train length and in the last octave."""
+    means = [{"mean": "reference_nats"}, {"mean": "last_octave_nats"}]
+    return "nats", levels(places, train_length), [*({"last": end} for end in places), *means]
+
+
+def loss_differences(
+    difference: Callable[[list[int], int], Difference], runs: list[Run], others: list[Run]
+) -> list[Run]:
+    """Return the differences of paired runs with their intervals."""
+    ours, theirs = saved_scores(runs), saved_scores(others)
+    field, statistic, at = difference(ours.places, runs[0]["train_length"])
+    found = over_seeds(ours.documents, (ours.nats, theirs.nats), ours.tokens, difference_of(statistic))
+    return [place | _named(field, each) for place, each in zip(at, found, strict=True)]
+
+
+# ---- accuracies
+
+
+def mean_accuracies(runs: list[Run]) -> Run:
+    """Return the means over seeds; an interval adds Student's over seeds and Wilson's over strings in quadrature."""
+    import scipy.stats  # imported here, because it takes half a second
+
+    lengths, t = [], scipy.stats.t.ppf(0.975, len(runs) - 1)
+    for at, first in enumerate(runs[0]["lengths"]):
+        of_seeds = [run["lengths"][at] for run in runs]
+        values = np.array([each["accuracy"] for each in of_seeds])
+        over_seeds, mean = t * values.std(ddof=1) / math.sqrt(len(runs)), float(values.mean())
+        low, high = (
+            math.hypot(over_seeds, np.mean([each["accuracy"] - each[end] for each in of_seeds]))
+            for end in ("low", "high")
+        )
+        lengths.append(first | {"accuracy": mean, "low": max(0.0, mean - low), "high": min(1.0, mean + high)})
+    means = {
+        part: None if runs[0][part] is None else float(np.mean([run[part] for run in runs]))
+        for part in ("trained", "score")
+    }
+    return {"lengths": lengths} | means
+
+
+def accuracy_differences(runs: list[Run], others: list[Run]) -> list[Run]:
+    """Return the differences of the mean accuracies; the lengths take the place of documents in the bootstrap."""
+    ours, theirs = (
+        np.array([[[each["accuracy"]] for each in run["lengths"]] for run in side]) for side in (runs, others)
+    )
+    is_beyond = np.array([each["length"] > runs[0]["train_length"] for each in runs[0]["lengths"]])
+    differences = []
+    for part, chosen in (("trained", ~is_beyond), ("score", is_beyond)):
+        if chosen.any():
+            units = np.arange(chosen.sum())
+            found = over_seeds(units, (ours[:, chosen] - theirs[:, chosen],), np.ones((len(units), 1)), np.divide)
+            differences.append({"mean": part} | _named("accuracy", *found))
+    return differences
+
+
+# ---- protocols
 
 
 def from_train_length(evaluation: EvaluationConfig, train_length: int) -> EvaluationConfig:
@@ -88,10 +263,10 @@ PROTOCOLS = {
 
 
 class Report(NamedTuple):
-    """How results are compared and shown; see `comparison.compare`."""
+    """How results are compared and shown."""
 
-    combine: Callable[[list[Run]], Run]
-    subtract: Callable[[list[Run], list[Run]], list[Run]]
+    combine: Callable[[list[Run]], Run]  # the seeds of a method -> its result
+    subtract: Callable[[list[Run], list[Run]], list[Run]]  # paired runs of two methods -> their differences
     table: Callable[[Results], Table]
 
 
@@ -101,11 +276,32 @@ REPORTS = {
 } | {"accuracy": Report(mean_accuracies, accuracy_differences, accuracy_table)}
 
 
+def compare(stem: str, runs: Results, options: Options) -> list[Run]:
+    """Return the result of each method, and `differences` from the baseline: on the same windows, or the same task.
+
+    Raises:
+        InputError: see `methods_of`; or a file of an earlier version has not the losses that a comparison needs.
+    """
+    methods, found = methods_of(runs, options), []
+    baselines = [method for method in methods if options.baseline in method.names]
+    for method in methods:
+        first, *others = method.runs
+        result = first | (REPORTS[stem].combine(method.runs) if others else {})
+        style = first["method"] if "method" in first else first["name"]
+        result |= {"name": method.label, "style": style, "runs": [run["name"] for run in method.runs]}
+        for base in baselines:
+            if base is not method and (ABSENT | base.runs[0])["task"] == (ABSENT | first)["task"]:
+                ours, theirs = _pairs(method.runs, base.runs)
+                differences = [each | {"seeds": len(ours)} for each in REPORTS[stem].subtract(ours, theirs)]
+                result |= {"baseline": base.label, "differences": differences}
+        found.append(result)
+    return found
+
+
 def table_of(stem: str, runs: Results, options: Options) -> tuple[Results, Table]:
     """Return the results that are shown in place of the runs, and their table and figure."""
-    combine, subtract, make_table = REPORTS[stem]
-    shown = compare(runs, options, combine, subtract)
-    table = make_table(shown)
+    shown = compare(stem, runs, options)
+    table = REPORTS[stem].table(shown)
     if "bos" in runs[0] and runs[0]["bos"] is not None and "stride" not in runs[0]:
         table = table._replace(caption=f"{table.caption} The first token of each sequence is {runs[0]['bos']}.")
     return shown, table

@@ -3,7 +3,7 @@
 In: `Scores`, of one run or of the seeds of one method. Out: results as JSON values, which `report.py` writes. "low" and
 "high" are the ends of a 95 % interval over documents and seeds (see `over_seeds`), None with a single window. The
 perplexity of a model that diverged is infinite where exp(loss) is too large for a float; a result that depends on a
-NaN, or on a difference of two infinities, is NaN. Next: `comparison.py`.
+NaN, or on a difference of two infinities, is NaN. Next: `protocols.py`.
 """
 
 import math
