@@ -35,6 +35,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # most
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from dape_jax.errors import InputError  # noqa: E402
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -48,6 +50,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("slow") and "slow" not in of_function and not of_module:
             item.add_marker(pytest.mark.exhaustive)
 
+
+def init_in_one_line(error: InputError, *messages: str, init: Any = InputError.__init__) -> None:
+    """Check in all tests that no message of an `InputError` has a line break."""
+    assert "\n" not in "".join(messages), messages
+    init(error, *messages)
+
+
+InputError.__init__ = init_in_one_line  # type: ignore[method-assign]
 
 MAPS = Path("/proc/self/maps")
 last_look = time.monotonic()
@@ -150,7 +160,6 @@ def trained_run(trained_runs: list[Path]) -> Path:
 def libtpu(monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the path of the compiler for TPUs, which aborts on the CPU's flags above."""
     monkeypatch.delenv("XLA_FLAGS")
-    from dape_jax.errors import InputError
     from dape_jax.planning.compile import find_libtpu
 
     try:

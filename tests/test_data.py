@@ -296,7 +296,6 @@ def test_a_changed_byte_is_detected(pristine: Path, name: str, bits: int, is_cut
             verify_stores([store])
         except InputError as error:
             assert str(copy / "train" / SIDECAR_FILE) in str(error)  # noqa: PT017
-            assert "\n" not in str(error)  # noqa: PT017
         else:
             assert name == store_module.OFFSETS_FILE  # padding of the header
             np.testing.assert_array_equal(store.offsets, before)
@@ -320,11 +319,10 @@ def test_a_changed_byte_is_detected(pristine: Path, name: str, bits: int, is_cut
 def test_a_sidecar_that_does_not_fit_is_named(copy: Path, change: dict | None, message: str):
     file = copy / "validation" / SIDECAR_FILE
     file.write_text(json.dumps({} if change is None else json.loads(file.read_text()) | change))
-    with pytest.raises(InputError, match=message) as refused:  # noqa: PT012
+    with pytest.raises(InputError, match=message):  # noqa: PT012
         loaded = load_corpus(config(copy, copy / "cache", tokenizer=None))
         verify_stores(loaded)
         assert loaded.validation.tokenizer
-    assert "\n" not in str(refused.value)
 
 
 def test_ids_beyond_the_vocabulary_are_refused(copy: Path):
@@ -405,7 +403,6 @@ def test_nothing_to_read_names_the_path(tmp_path: Path, path: str):
     with pytest.raises(InputError, match=r"data\.path = ") as caught:
         load_corpus(config(tmp_path / path, tmp_path / "cache"))
     assert repr(str(tmp_path / path)) in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 # batches: windows

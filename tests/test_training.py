@@ -116,7 +116,6 @@ def test_another_config_in_the_same_workdir_is_refused_with_the_difference(train
     advice = f"--config='configs/continued.py:source={run}' --config.init.optimizer=True"
     for words in ("optimizer.learning_rate: saved 0.01, now 0.5", "train.num_steps: saved 4, now 9", advice):
         assert words in str(error.value)
-    assert "\n" not in str(error.value)
     assert (run / "config.json").read_text() == before
 
 
