@@ -24,6 +24,7 @@ from dape_jax.model.scores import Mask, Positions
 from dape_jax.model.transformer import Params, Places, TransformerConfig, model_structure
 from dape_jax.tools import maps as module
 from dape_jax.tools.maps import attention_maps, layer_maps
+from dape_jax.tools.options import MapsFlags
 
 pytestmark = pytest.mark.extra
 
@@ -135,7 +136,7 @@ def check_page(page: Path, *words: str) -> None:
 
 
 def test_a_run_is_drawn(workdir, trained_root):
-    page = attention_maps(workdir, length=64)
+    page = attention_maps(MapsFlags(str(workdir), length=64))
     assert page == workdir / "attention_maps" / "step-4-length-64" / "index.html"
     store = load_corpus(RunConfig.from_dict(tiny.spec(trained_root)).data).validation
     first = next(i for i in range(store.num_documents) if len(store.document(i)) > 64)
@@ -158,14 +159,14 @@ def test_bad_input_is_named_before_any_work(workdir, tmp_path, monkeypatch, argu
     monkeypatch.chdir(tmp_path)
     Path("short").write_text("short")
     with pytest.raises(InputError, match=words):
-        attention_maps(workdir, **({"output": "out"} | arguments))
+        attention_maps(MapsFlags(str(workdir), **{"output": "out"} | arguments))
     assert not Path("out").exists()
 
 
 def test_text_that_has_changed_since_training_leaves_another_way(workdir, tmp_path, monkeypatch):
     monkeypatch.setattr(trained, "load_corpora", tiny.changed_corpus(tmp_path))
     with pytest.raises(InputError, match="--text"):
-        attention_maps(workdir, length=16, output=tmp_path / "out")
+        attention_maps(MapsFlags(str(workdir), length=16, output=str(tmp_path / "out")))
 
 
 @pytest.mark.slow

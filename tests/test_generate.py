@@ -25,6 +25,7 @@ from dape_jax.model.transformer import Params, TransformerConfig, model_structur
 from dape_jax.sharding import MeshConfig, make_mesh, parameter_shardings
 from dape_jax.tools import completion
 from dape_jax.tools.completion import CHUNK, Sampling, complete, decode, generate, make_caches, prefill, sample
+from dape_jax.tools.options import GenerateFlags
 
 pytestmark = pytest.mark.extra
 
@@ -319,8 +320,9 @@ def test_added_text_is_that_of_the_tokens(content, start):
 
 def test_completions_are_those_of_the_library_and_shown(trained_run, capsys):
     """Empty prompts start a document, and control characters are escaped."""
-    prompts, sampling = ["the läng".encode(), b"", b"scores\x1b"], Sampling(temperature=1.0)
-    texts = complete(trained_run, prompts, max_new_tokens=12, sampling=sampling)
+    prompts = ["the läng".encode(), b"", b"scores\x1b"]
+    given = GenerateFlags(str(trained_run), max_new_tokens=12, temperature=1.0, top_k=0, top_p=1.0)
+    texts = complete(given, prompts)
     shown, _ = capsys.readouterr()
     assert "==== 1 of 3 ====\nthe läng" in shown
     assert "==== 3 of 3 ====\nscores\\x1b" in shown
@@ -328,19 +330,19 @@ def test_completions_are_those_of_the_library_and_shown(trained_run, capsys):
     trained = read_trained(trained_run, "newest", {})
     mesh, params = restore(trained)
     ids = [Bytes().encode(prompt) if prompt else np.array([256]) for prompt in prompts]
-    tokens = tokens_of((trained.run.model, params), ids, 12, sampling, mesh, end_tokens=(256,))
+    tokens = tokens_of((trained.run.model, params), ids, 12, Sampling(1.0), mesh, end_tokens=(256,))
     assert texts == [Bytes().decode(row).decode("utf-8", "replace") for row in tokens]
-    assert complete(trained_run, prompts[:1], max_new_tokens=12, sampling=sampling) == texts[:1]
+    assert complete(given, prompts[:1]) == texts[:1]
     assert capsys.readouterr().out == printable("the läng" + texts[0], keep="\n\t") + "\n"
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"), [({"prompts": []}, r"prompt = \[\]: .*--prompt_file"), ({"seed": 2**32}, "seed = 4294967296")]
+    ("prompts", "seed", "words"), [([], 0, r"prompt = \[\]: .*--prompt_file"), ([b"a"], 2**32, "seed = 4294967296")]
 )
-def test_bad_input_is_named_before_any_parameter_is_read(trained_run, monkeypatch, changes, words):
+def test_bad_input_is_named_before_any_parameter_is_read(trained_run, monkeypatch, prompts, seed, words):
     monkeypatch.setattr(completion, "restore", None)  # calling it would be a TypeError
     with pytest.raises(InputError, match=words):
-        complete(trained_run, **{"prompts": [b"a"], "max_new_tokens": 2, "sampling": GREEDY} | changes)
+        complete(GenerateFlags(str(trained_run), max_new_tokens=2, seed=seed), prompts)
 
 
 @pytest.mark.slow
@@ -352,7 +354,7 @@ def test_the_command_line_continues_prompts(trained_run, tmp_path, capsys):
     done = run_python("-m", "dape_jax.tools.generate", f"--workdir={trained_run}", *flags)
     assert done.returncode == 0, done.stderr
     prompts = [b"", "é".encode(), *[b"the attention\n"] * 2]
-    options = {"sampling": Sampling(1.5, top_p=0.95), "seed": 3, "step": "best", "stop": ["\n"]}
-    complete(trained_run, prompts, max_new_tokens=20, **options)
+    options = {"temperature": 1.5, "top_k": 0, "seed": 3, "step": "best", "stop": (r"\n",)}
+    complete(GenerateFlags(str(trained_run), max_new_tokens=20, **options), prompts)
     assert done.stdout == capsys.readouterr().out
     assert "==== 4 of 4 ====\nthe attention\n" in done.stdout

@@ -41,8 +41,9 @@ from dape_jax.pretrained.families import FAMILIES, family_of
 from dape_jax.pretrained.files import INDEX_FILE, find_source, open_source
 from dape_jax.pretrained.load import import_run, run_spec, source_tokenizer
 from dape_jax.sharding import MeshConfig, make_mesh
-from dape_jax.tools.completion import Sampling, complete
+from dape_jax.tools.completion import complete
 from dape_jax.tools.maps import attention_maps, read_tokens
+from dape_jax.tools.options import GenerateFlags, MapsFlags
 from dape_jax.training import checkpoint, loop
 
 torch.set_num_threads(1)
@@ -361,18 +362,18 @@ def test_a_completion_is_that_of_transformers(tmp_path):
     others = {"eos_token_id": [257, end], "_from_model_config": True, "cache_implementation": "hybrid"}
     (tmp_path / "source" / "generation_config.json").write_text(json.dumps(settings | others))
     import_run(tmp_path / "source", tmp_path / "run")
-    options = {"max_new_tokens": 8, "sampling": Sampling(0.0)}
-    found = complete(tmp_path / "run", [b"abc"], **options)
+    options = {"workdir": str(tmp_path / "run"), "max_new_tokens": 8, "temperature": 0.0}
+    found = complete(GenerateFlags(**options), [b"abc"])
     assert found == [tokenizer.decode(free[: free.index(end)])]
-    assert complete(tmp_path / "run", [b"abc"], **options, stop=[found[0][1:]]) == [found[0][:1]]
-    assert complete(tmp_path / "run", [b"abc"], **options, bos=False) != found
+    assert complete(GenerateFlags(**options, stop=(found[0][1:],)), [b"abc"]) == [found[0][:1]]
+    assert complete(GenerateFlags(**options, bos=False), [b"abc"]) != found
     chat = tokenizer.apply_chat_template(
         [{"role": "user", "content": "abc"}], tokenize=False, add_generation_prompt=True
     )
     assert "<|user|>abc<|eot_id|># " in chat
-    of_chat = complete(tmp_path / "run", [b"abc"], **options, chat=True)
-    assert of_chat == complete(tmp_path / "run", [chat.encode()], **options, bos=False, control_tokens=True)
-    assert of_chat != complete(tmp_path / "run", [chat.encode()], **options, bos=False)
+    of_chat = complete(GenerateFlags(**options, chat=True), [b"abc"])
+    assert of_chat == complete(GenerateFlags(**options, bos=False, control_tokens=True), [chat.encode()])
+    assert of_chat != complete(GenerateFlags(**options, bos=False), [chat.encode()])
     x = tokenizer(chat, add_special_tokens=False, return_tensors="pt")
     ids = model.generate(**x, **greedy, eos_token_id=[257, end])[0, x.input_ids.shape[1] :].tolist()
     assert of_chat == [tokenizer.decode(ids[: ids.index(end)] if end in ids else ids)]
@@ -559,7 +560,7 @@ def test_a_model_with_a_sentencepiece_tokenizer_is_used_like_any_other(text, tmp
     assert all(np.array_equal(leaf, after[path]) for path, leaf in before.items())
 
     upstream, prompt = transformers.PreTrainedTokenizerFast(tokenizer_file=f"{source}/tokenizer.json"), "number 3 is a"
-    (completion,) = complete(original, [prompt.encode()], max_new_tokens=12, sampling=Sampling(0.0))
+    (completion,) = complete(GenerateFlags(str(original), max_new_tokens=12, temperature=0.0), [prompt.encode()])
     x = torch.tensor([upstream.encode(prompt, add_special_tokens=False)])
     greedy = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(x)}
     with torch.no_grad():
@@ -634,7 +635,7 @@ def test_other_names_and_float64_give_the_same_model(kind, directories, runs, tm
     if kind == "gpt2":
         assert read_trained(tmp_path / "run", "newest", {}).run.evaluation.lengths == (64,)  # its positions are learned
         with pytest.raises(InputError, match=r"length = 65: must be at most .*learned_positions = 64"):
-            attention_maps(tmp_path / "run", length=65, text=directory / WEIGHTS)
+            attention_maps(MapsFlags(str(tmp_path / "run"), 65, text=str(directory / WEIGHTS)))
     if kind == "embedding stored as the head":
         tensors["model.embed_tokens.weight"] = 2 * tensors["lm_head.weight"]
         message = "lm_head.weight = 'tensor': must be a copy of the embedding"

@@ -22,11 +22,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from etils import epath
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt
 
+from dape_jax.command_line import unescape
 from dape_jax.data.conventions import saved_conventions
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import printable, require
@@ -37,6 +37,8 @@ from dape_jax.model.attention import Dense
 from dape_jax.model.transformer import Cache, Params, Transformer, TransformerConfig, make_cache, model_structure
 from dape_jax.progress import Progress
 from dape_jax.sharding import activation_spec
+from dape_jax.storage import to_path
+from dape_jax.tools.options import GenerateFlags
 
 logger = logging.getLogger(__name__)
 
@@ -300,51 +302,37 @@ def generate_until(
     return outputs
 
 
-def complete(
-    workdir: epath.PathLike,
-    prompts: Sequence[bytes],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling,
-    seed: int = 0,
-    step: str = "newest",
-    stop: Sequence[str] = (),
-    bos: bool = True,
-    control_tokens: bool = False,
-    chat: bool = False,
-) -> list[str]:
-    """Continue prompts with a trained model, and print the completions.
+def complete(given: GenerateFlags, prompts: Sequence[bytes]) -> list[str]:
+    """Continue prompts with a trained model, print the completions and return them.
 
     A prompt is read as the middle of a document, as training windows are. An empty prompt is the end-of-document token,
-    which precedes every document in training. A completion ends at any end token of the model. `generate.Flags`
-    describes the other arguments.
-
-    Returns:
-        The completion of each prompt.
+    which precedes every document in training. A completion ends at any end token of the model.
 
     Raises:
         InputError: the input is invalid; raised before any device is used.
     """
     require(len(prompts) > 0, "prompt", list(prompts), "must have at least one: --prompt=TEXT or --prompt_file=FILE")
-    trained = read_trained(workdir, step, {})
-    check(trained.run.model, max_new_tokens, seed)
+    sampling = Sampling(given.temperature, given.top_k or None, given.top_p)
+    trained = read_trained(to_path(given.workdir, "--workdir"), given.step, {})
+    check(trained.run.model, given.max_new_tokens, given.seed)
     tokenizer = saved_tokenizer(trained.workdir)
     conventions = saved_conventions(trained.workdir)
-    end_tokens, first = conventions.ends(tokenizer), conventions.bos_id(tokenizer) if bos and not chat else None
+    end_tokens = conventions.ends(tokenizer)
+    first = conventions.bos_id(tokenizer) if given.bos and not given.chat else None
     if first is not None:
         logger.info("prompts begin with %s, as in the imported model; --bos=no leaves it out", conventions.bos_token)
-    if chat:
+    if given.chat:
         texts = [prompt.decode("utf-8", "replace") for prompt in prompts]
         prompts = [conventions.render([{"role": "user", "content": text}]).encode() for text in texts]
-    encode = tokenizer.encode_controls if chat or control_tokens else tokenizer.encode
+    encode = tokenizer.encode_controls if given.chat or given.control_tokens else tokenizer.encode
     start = np.array([] if first is None else [first], np.uint32)
     ids = [np.concatenate([start, encode(prompt)]) for prompt in prompts]
     ids = [each if len(each) else np.array([tokenizer.end_of_document]) for each in ids]
     mesh, params = restore(trained)
-    options = {"sampling": sampling, "seed": seed, "num_ids": tokenizer.vocab_size, "end_tokens": end_tokens}
-    stream = generate(trained.run.model, params, mesh, ids, max_new_tokens=max_new_tokens, **options)
-    steps = iter(Progress(stream, total=max_new_tokens, unit="step", desc=trained.name))
-    completions = generate_until(steps, ids, tokenizer, end_tokens, stop)
+    options = {"sampling": sampling, "seed": given.seed, "num_ids": tokenizer.vocab_size, "end_tokens": end_tokens}
+    stream = generate(trained.run.model, params, mesh, ids, max_new_tokens=given.max_new_tokens, **options)
+    steps = iter(Progress(stream, total=given.max_new_tokens, unit="step", desc=trained.name))
+    completions = generate_until(steps, ids, tokenizer, end_tokens, list(map(unescape, given.stop)))
     for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), 1):
         if len(prompts) > 1:
             print(f"\n==== {number} of {len(prompts)} ====")

@@ -46,6 +46,8 @@ from dape_jax.model.scores import Scores, masked_softmax
 from dape_jax.model.transformer import LayerKind, Params, Places, TransformerConfig, model_structure
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory, provenance
+from dape_jax.storage import to_path
+from dape_jax.tools.options import MapsFlags
 
 MAX_CELLS = 512  # along one side of a map
 MAP_ROWS = 64  # rows of queries whose maps are computed together
@@ -65,24 +67,19 @@ $figures
 """)
 
 
-def attention_maps(
-    workdir: epath.PathLike,
-    *,
-    length: int,
-    text: epath.PathLike | None = None,
-    step: str = "newest",
-    output: epath.PathLike | None = None,
-) -> epath.Path:
-    """Draw the maps of every layer and head of a trained model; `attention_maps.Flags` describes the arguments.
+def attention_maps(given: MapsFlags) -> epath.Path:
+    """Draw the maps of every layer and head of a trained model, and return the path of the page.
 
-    Returns:
-        The path of the page. An earlier page of this name is replaced.
+    An earlier page of this name is replaced.
 
     Raises:
         InputError: the input is invalid; raised before any device is used.
     """
+    length, workdir = given.length, to_path(given.workdir, "--workdir")
+    text = None if given.text is None else to_path(given.text, "--text")
+    output = to_path(given.output, "--output") if given.output else None
     require(length >= 2, "length", length, "must be at least 2 tokens")
-    trained = read_trained(workdir, step, {})
+    trained = read_trained(workdir, given.step, {})
     trained.run.model.check_length("length", length)
     default = trained.workdir / "attention_maps" / f"step-{trained.step}-length-{length}"
     tokens_T, source = read_tokens(trained, length, text)
@@ -114,7 +111,7 @@ def attention_maps(
 
 
 def read_tokens(
-    trained: TrainedModel, length: int, text: epath.PathLike | None
+    trained: TrainedModel, length: int, text: epath.Path | None
 ) -> tuple[Int[np.ndarray, "T"], tuple[str, str]]:
     """Return the tokens to read, after the BOS token of an imported model; for the page, their source and beginning.
 
@@ -124,7 +121,7 @@ def read_tokens(
     tokenizer = saved_tokenizer(trained.workdir)
     if text is not None:
         try:
-            tokens = tokenizer.encode(epath.Path(text).read_bytes())
+            tokens = tokenizer.encode(text.read_bytes())
         except OSError as error:
             raise InputError(f"text = {str(text)!r}: cannot be read: {error}") from error
         require(tokens.size >= length, "text", str(text), f"has {tokens.size} tokens; must have --length={length}")
