@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from processes import run_python
+from processes import ROOT, run_python
 from tqdm import tqdm
 
 from benchmarks import attention, gpu, layer, listing, measure, step, step_cycles
@@ -179,11 +179,10 @@ def test_a_layer_with_the_kernels_of_a_step_is_requested_for_every_method():
 
 def test_operations_of_a_program_by_cycles():
     """Cycles are multiplied by trip counts; a fusion with a convolution is a matmul; sources are in this repository."""
-    root = Path(__file__).parents[1]
     text = f"""HloModule m, is_scheduled=true
 
 FileNames
-1 "{root}/dape_jax/model/loss.py"
+1 "{ROOT}/dape_jax/model/loss.py"
 2 "/usr/lib/python3/site-packages/optax/a.py"
 
 FileLocations

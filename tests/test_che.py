@@ -21,7 +21,7 @@ from flax import nnx
 from helpers import logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import run_python
+from processes import ROOT, run_python
 from test_tasks import FOLDERS
 
 from dape_jax.config import TaskRunConfig, read_model
@@ -44,7 +44,6 @@ from dape_jax.training.step import Training, init_state, make_sums_step, make_tr
 
 pytestmark = pytest.mark.extra
 
-ROOT = Path(__file__).parents[1]
 get_config = runpy.run_path(str(ROOT / "configs" / "che.py"))["get_config"]
 in_every_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parent.name)
 

@@ -10,13 +10,12 @@ from urllib.parse import urlsplit
 
 import cogapp
 import pytest
-from processes import run_python
+from processes import ROOT, run_python
 
 import dape_jax
 from dape_jax import config, fields
 from experiments import tables
 
-ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 NOTEBOOK = DOCS / "quickstart.ipynb"
 PAGES = [ROOT / "README.md", ROOT / "results" / "README.md", *sorted(DOCS.glob("*.md"))]

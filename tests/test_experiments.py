@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from processes import ROOT
 
 from dape_jax.config import RunConfig, TaskRunConfig, read_run
 from dape_jax.errors import InputError
@@ -26,8 +27,6 @@ from experiments.runs import Group, Series, add_run, paper_groups, read_groups, 
 from experiments.settings import Settings
 
 pytestmark = pytest.mark.extra
-
-ROOT = Path(__file__).parents[1]
 
 
 def runs_with_one_seed(name: str, preset: str) -> list[Run]:

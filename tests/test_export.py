@@ -20,7 +20,7 @@ import torch
 import transformers
 from accelerate.utils import send_to_device
 from helpers import logits, write_run
-from processes import run_python
+from processes import ROOT, run_python
 from test_import import ours
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.cache_utils import DynamicCache
@@ -38,7 +38,6 @@ from dape_jax.tools.completion import Sampling, generate
 pytestmark = [pytest.mark.hf, pytest.mark.extra]
 torch.set_num_threads(1)
 
-ROOT = Path(__file__).resolve().parent.parent
 
 DAPE = {"processor": {"name": "dape", "kernel_width": 3, "channels": 4}}
 MODELS: dict[str, dict[str, Any]] = {

@@ -23,6 +23,7 @@ from helpers import attend_rows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from processes import ROOT
 from test_kernels import HAS_COMPILER, Case, assert_close, compiled
 
 from benchmarks import cuda_compiled
@@ -35,7 +36,6 @@ from dape_jax.model.scores import BLOCK_BYTES, Mask, causal_runs, rows_in_block
 
 pytestmark = pytest.mark.extra
 
-ROOT = Path(__file__).parents[1]
 FUSED = functools.partial(attend_fused, platform="gpu", interpret=True)
 
 

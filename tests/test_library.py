@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 from helpers import random_params
 from jax.sharding import NamedSharding, PartitionSpec
-from processes import run_python
+from processes import ROOT, run_python
 from tiny import SPEC
 
 import dape_jax
@@ -41,7 +41,6 @@ from dape_jax.model.flops import forward_flops
 from dape_jax.model.processors import PlainConfig
 from dape_jax.model.transformer import model_structure
 
-ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "library.md"
 
 # Other programs rely on these names. Removing a name or an argument, or changing the name or the shape of a parameter,

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shlex
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from flax import nnx
-from processes import run_python
+from processes import ROOT, run_python
 from tiny import ARCHITECTURES, SPEC
 
 from dape_jax.config import RunConfig, choose
@@ -27,8 +26,6 @@ from dape_jax.planning.__main__ import Settings
 from dape_jax.recipes import read_config
 from dape_jax.sharding import MeshConfig, make_mesh, read_mesh
 from dape_jax.training.step import Training, abstract_state, make_train_step
-
-ROOT = Path(__file__).parent.parent
 
 
 def make_run(**changes) -> RunConfig:

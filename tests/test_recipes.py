@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from processes import ROOT
 from tiny import load_corpus
 
 from dape_jax.config import RunConfig, read_run
@@ -18,8 +19,6 @@ from dape_jax.model.attention import Blockwise
 from dape_jax.recipes import read_config, read_module
 from dape_jax.training import checkpoint, loop
 from dape_jax.training.source import load_corpora
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
