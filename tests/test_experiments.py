@@ -331,7 +331,7 @@ def test_finished_runs_are_reused_and_a_killed_experiment_resumes(small_world, t
     assert len(trained) == 6
 
 
-def test_two_processes_cannot_use_one_directory(small_world, trained, monkeypatch):
+def test_two_processes_cannot_use_one_directory(small_world, monkeypatch):
     def train_and_evaluate(item, workdirs):
         for name, changes in (("--results", {"workdirs": small_world["workdirs"] + "/other"}), ("--workdirs", {})):
             with pytest.raises(InputError, match=f"^{name}.*in use by another process"):

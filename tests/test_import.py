@@ -567,7 +567,7 @@ def test_a_model_with_a_sentencepiece_tokenizer_is_used_like_any_other(text, tmp
         assert prompt + completion == upstream.decode(model.generate(x, **greedy)[0], skip_special_tokens=False)
 
 
-def test_parameters_are_put_where_the_mesh_says(directories, tmp_path, runs):
+def test_parameters_are_put_where_the_mesh_says(directories, runs):
     """Shards on eight devices are bitwise equal to one device."""
     source = open_source(directories("llama3"))
     config = read_trained(runs("llama3"), "newest", {}).run.model

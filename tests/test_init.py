@@ -13,7 +13,7 @@ import optax
 import pytest
 import tiny
 from helpers import logits, random_params, write_run
-from test_training import interrupt_at, saved_arrays
+from test_training import saved_arrays, train_until
 
 from dape_jax.config import read_run, resolved
 from dape_jax.data.tokenizers import save_tokenizer, train_bpe
@@ -153,10 +153,7 @@ def test_frozen_parameters_do_not_change_and_a_resumed_run_is_bit_exact(trained_
     shutil.rmtree(source / "checkpoints" / "4")
     before = saved_arrays(source, 2)["params"]
     loop.train(spec, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        interrupt_at(patch, 6)  # two steps, two batches of validation, step 3, step 4
-        with pytest.raises(KeyboardInterrupt):
-            loop.train(spec, tmp_path / "parts")
+    train_until(6, spec, tmp_path / "parts")  # two steps, two batches of validation, step 3, step 4
     assert np.any(first.params["embedding_VD"] != before["embedding_VD"])
     assert json.loads((tmp_path / "parts" / "config.json").read_text())["init"]["step"] == 2
     assert checkpoint.step_names(tmp_path / "parts") == ["2"]

@@ -39,17 +39,19 @@ def saved_arrays(workdir: Path, step: int) -> dict:
         return dict(manager.restore(step, args=ocp.args.Composite(**items, data=ocp.args.JsonRestore())))
 
 
-def interrupt_at(monkeypatch, batch: int) -> None:
-    """Make the loop fail when it places batch number `batch`, counting validation batches."""
-    calls = []
+def train_until(batch: int, spec: dict[str, Any], workdir: Path) -> None:
+    """Train, and interrupt it where it places batch number `batch`, counting validation batches."""
+    placed = iter(range(batch - 1))
 
     def put(*args):
-        calls.append(None)
-        if len(calls) == batch:
+        if next(placed, None) is None:
             raise KeyboardInterrupt
         return put_batch(*args)
 
-    monkeypatch.setattr(loop, "put_batch", put)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "put_batch", put)
+        with pytest.raises(KeyboardInterrupt):
+            loop.train(spec, workdir)
 
 
 @pytest.fixture
@@ -81,17 +83,14 @@ def run(trained_run, tmp_path) -> Path:
 
 
 @pytest.mark.usefixtures("programs_once")
-def test_interrupted_and_resumed_is_bitwise_the_uninterrupted_run(trained_root, trained_run, tmp_path, monkeypatch):
+def test_interrupted_and_resumed_is_bitwise_the_uninterrupted_run(trained_root, trained_run, tmp_path):
     """Compare parameters, optimizer and data position after kills before a checkpoint, in a validation and after it.
 
     The interrupted run validates and saves after every step, the other run after every second: no number changes.
     """
     spec = small_spec(trained_root, train__eval_interval=1, train__checkpoint_interval=1)
     for batch, newest in ((1, None), (5, 1), (4, 2), (4, 3)):  # of each start: steps, and two batches per validation
-        with monkeypatch.context() as patch:
-            interrupt_at(patch, batch)
-            with pytest.raises(KeyboardInterrupt):
-                loop.train(spec, tmp_path / "parts")
+        train_until(batch, spec, tmp_path / "parts")
         with checkpoint.Checkpoints(tmp_path / "parts", 2) as manager:
             assert manager.latest_step() == newest
     loop.train(spec, tmp_path / "parts")
@@ -103,7 +102,7 @@ def test_interrupted_and_resumed_is_bitwise_the_uninterrupted_run(trained_root, 
 def test_a_finished_run_is_left_alone(trained_root, run, monkeypatch):
     files = list((run / "checkpoints").rglob("*"))
     before = [file.stat().st_mtime_ns for file in files]
-    interrupt_at(monkeypatch, 1)
+    monkeypatch.setattr(loop, "put_batch", None)  # calling it would be a TypeError
     loop.train(small_spec(trained_root), run)
     assert [file.stat().st_mtime_ns for file in files] == before
 
@@ -294,8 +293,6 @@ def test_training_learns(trained_root, tmp_path):
         ({"train__batch_size": 8, "train__accumulation_steps": 2}, "train.batch_size = 8: .*16"),
         ({"train__train_length": 8000}, "train.train_length = 8000: must be at most"),
         ({"optimizer__warmup_fraction": 0.95}, "optimizer.warmup_fraction = 0.95: .*num_steps = 4"),
-        ({"data__path": "/nowhere/at/all"}, "data.path = '/nowhere/at/all'"),
-        ({"data__tokenizer": "gpt2"}, "data.tokenizer = 'gpt2': .*bytes"),
         ({"model__vocab_size": 100}, "model.vocab_size = 100: .*257"),
     ],
 )
@@ -323,17 +320,14 @@ def test_a_small_validation_set_gives_the_same_loss_at_any_batch_size(trained_ro
 
 @pytest.mark.extra
 @pytest.mark.usefixtures("programs_once")
-def test_a_run_on_a_mixture_resumes_bitwise_and_logs_the_loss_of_each_text(trained_root, tmp_path, monkeypatch):
+def test_a_run_on_a_mixture_resumes_bitwise_and_logs_the_loss_of_each_text(trained_root, tmp_path):
     for file in tiny.write_text(tmp_path / "other").iterdir():
         file.write_text(file.read_text().upper())
     weights = {str(trained_root / "text"): 3.0, str(tmp_path / "other"): 1.0}
     mixture = ",".join(f"{path}={weight}" for path, weight in weights.items())
     spec = small_spec(trained_root, data__mixture=mixture)
     loop.train(spec, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        interrupt_at(patch, 8)  # in the fourth step: there are four batches per validation
-        with pytest.raises(KeyboardInterrupt):
-            loop.train(spec, tmp_path / "parts")
+    train_until(8, spec, tmp_path / "parts")  # in the fourth step: there are four batches per validation
     loop.train(spec, tmp_path / "parts")
     chex.assert_trees_all_equal(saved_arrays(tmp_path / "parts", 4), saved_arrays(tmp_path / "whole", 4))
     found = read_metrics(tmp_path / "parts")
