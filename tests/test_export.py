@@ -33,6 +33,7 @@ from dape_jax.model.transformer import ENCODER
 from dape_jax.pretrained import export, load
 from dape_jax.pretrained.files import INDEX_FILE
 from dape_jax.pretrained.modeling_dape import CACHE
+from dape_jax.pretrained.options import ExportFlags, ImportFlags
 from dape_jax.tools.completion import Sampling, generate
 
 pytestmark = [pytest.mark.hf, pytest.mark.extra]
@@ -76,7 +77,7 @@ def exported(tmp_path_factory) -> Callable[[str], tuple[Path, Path]]:
     @functools.cache
     def make(name: str) -> tuple[Path, Path]:
         workdir = make_run(root / "runs" / name, **MODELS[name])
-        export.export_run(workdir, root / name)
+        export.export_run(ExportFlags(str(workdir), str(root / name)))
         return workdir, root / name
 
     return make
@@ -118,7 +119,7 @@ def test_the_exported_model_is_that_of_the_run(name, exported, tmp_path):
     alone = model.generate(padded[:1], use_cache=False, **options)
     np.testing.assert_array_equal(alone[:, 9:], expected[:1])
 
-    load.import_run(directory, tmp_path / "back")
+    load.import_run(ImportFlags(str(directory), str(tmp_path / "back")))
     back, found_params = ours(tmp_path / "back")
     chex.assert_trees_all_equal(found_params, params)
     computed = {"attention": config.attention, "initializer": config.initializer}
@@ -151,7 +152,7 @@ def test_sixteen_bits_in_several_files(exported, tmp_path, monkeypatch):
     """Norms, biases of positions and processors stay in float32, in the files and in the model."""
     workdir, directory = exported("llama")
     monkeypatch.setattr(export, "_FILE_BYTES", 4000)
-    export.export_run(workdir, tmp_path / "small", dtype="bfloat16")
+    export.export_run(ExportFlags(str(workdir), str(tmp_path / "small"), dtype="bfloat16"))
     weight_map = json.loads((tmp_path / "small" / INDEX_FILE).read_text())["weight_map"]
     files = {file: safetensors.torch.load_file(tmp_path / "small" / file) for file in sorted(set(weight_map.values()))}
     assert len(files) > 2
@@ -173,7 +174,7 @@ def test_sixteen_bits_in_several_files(exported, tmp_path, monkeypatch):
 
 def test_padding_of_the_vocabulary_is_not_exported(tmp_path):
     workdir = make_run(tmp_path / "run", num_layers=1, vocab_multiple=8, output_bias=True)
-    export.export_run(workdir, tmp_path / "exported")
+    export.export_run(ExportFlags(str(workdir), str(tmp_path / "exported")))
     found = safetensors.torch.load_file(tmp_path / "exported" / "model.safetensors")
     _, params = restore(read_trained(workdir, "newest", {}))
     for name, shape in {"embedding_VD": (257, 16), "unembedding_DV": (16, 257), "output_bias_V": (257,)}.items():
@@ -200,7 +201,7 @@ def test_a_model_saved_by_pytorch_is_imported(exported, tmp_path):
     transformers.AutoTokenizer.from_pretrained(directory).save_pretrained(tmp_path / "saved")
     again = load_model(tmp_path / "saved").state_dict()
     assert all(torch.equal(value, again[key]) for key, value in model.state_dict().items())
-    load.import_run(tmp_path / "saved", tmp_path / "back")
+    load.import_run(ImportFlags(str(tmp_path / "saved"), str(tmp_path / "back")))
     (config, params), (expected_config, expected) = ours(tmp_path / "back"), ours(workdir)
     expected["layers"]["mlp"]["up_DF"] = expected["layers"]["mlp"]["up_DF"] + np.array([0, 1], "f4")[:, None, None]
     chex.assert_trees_all_equal(params, expected)
@@ -430,7 +431,7 @@ def test_tokenizers_give_the_same_ids(exported, tmp_path):
     """Check bytes and a BPE; transformers adds no token."""
     bpe = train_bpe(["a text of a few words " * 30, "some other words"], 300)
     workdir = make_run(tmp_path / "run", bpe, vocab_size=bpe.vocab_size, num_outputs=bpe.vocab_size)
-    export.export_run(workdir, tmp_path / "exported")
+    export.export_run(ExportFlags(str(workdir), str(tmp_path / "exported")))
     for tokenizer, directory in ((Bytes(), exported("llama")[1]), (bpe, tmp_path / "exported")):
         theirs = transformers.AutoTokenizer.from_pretrained(directory)
         for text in ("plain text, and more", "\x00\x7f ünïcödé 日本\n\n  x"):
@@ -479,17 +480,17 @@ def test_harmless_arguments_and_both_names_of_the_cache(exported):
 )
 def test_a_model_that_pytorch_lacks_is_refused(tmp_path, message, model):
     with pytest.raises(InputError, match=f"model.{message}"):
-        export.export_run(make_run(tmp_path / "run", **model), tmp_path / "out")
+        export.export_run(ExportFlags(str(make_run(tmp_path / "run", **model)), str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()
 
 
 def test_an_output_is_complete_and_never_replaced(exported, tmp_path, monkeypatch):
     workdir, directory = exported("llama")
     with pytest.raises(InputError, match=r"output = .*: must not exist yet"):
-        export.export_run(workdir, directory)
+        export.export_run(ExportFlags(str(workdir), str(directory)))
     monkeypatch.setattr(export, "write_tokenizer", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(OSError, match="No space left"):
-        export.export_run(workdir, tmp_path / "out")
+        export.export_run(ExportFlags(str(workdir), str(tmp_path / "out")))
     assert not [*tmp_path.iterdir()]
 
 

@@ -40,6 +40,7 @@ from dape_jax.pretrained.export import export_run
 from dape_jax.pretrained.families import FAMILIES, family_of
 from dape_jax.pretrained.files import INDEX_FILE, find_source, open_source
 from dape_jax.pretrained.load import import_run, run_spec, source_tokenizer
+from dape_jax.pretrained.options import ExportFlags, ImportFlags
 from dape_jax.sharding import MeshConfig, make_mesh
 from dape_jax.tools.completion import complete
 from dape_jax.tools.maps import attention_maps, read_tokens
@@ -185,7 +186,7 @@ def runs(tmp_path_factory, directories) -> Callable[[str], Path]:
 
     @functools.cache
     def imported(name: str) -> Path:
-        import_run(directories(name), root / name, tokenizer="bytes")
+        import_run(ImportFlags(str(directories(name)), str(root / name), tokenizer="bytes"))
         return root / name
 
     return imported
@@ -283,7 +284,7 @@ def chat(tmp_path_factory) -> tuple[Any, Path]:
     """Return the tokenizer and the imported run of a `chat_model`. Read only."""
     root = tmp_path_factory.mktemp("chat")
     tokenizer = chat_model(root / "source")
-    import_run(root / "source", root / "run")
+    import_run(ImportFlags(str(root / "source"), str(root / "run")))
     return tokenizer, root / "run"
 
 
@@ -361,7 +362,7 @@ def test_a_completion_is_that_of_transformers(tmp_path):
     settings = {"do_sample": True, "top_p": 0.6, "suppress_tokens": [7]}
     others = {"eos_token_id": [257, end], "_from_model_config": True, "cache_implementation": "hybrid"}
     (tmp_path / "source" / "generation_config.json").write_text(json.dumps(settings | others))
-    import_run(tmp_path / "source", tmp_path / "run")
+    import_run(ImportFlags(str(tmp_path / "source"), str(tmp_path / "run")))
     options = {"workdir": str(tmp_path / "run"), "max_new_tokens": 8, "temperature": 0.0}
     found = complete(GenerateFlags(**options), [b"abc"])
     assert found == [tokenizer.decode(free[: free.index(end)])]
@@ -378,7 +379,7 @@ def test_a_completion_is_that_of_transformers(tmp_path):
     ids = model.generate(**x, **greedy, eos_token_id=[257, end])[0, x.input_ids.shape[1] :].tolist()
     assert of_chat == [tokenizer.decode(ids[: ids.index(end)] if end in ids else ids)]
 
-    export_run(tmp_path / "run", tmp_path / "exported")
+    export_run(ExportFlags(str(tmp_path / "run"), str(tmp_path / "exported")))
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     assert exported("abc").input_ids == tokenizer("abc").input_ids
     names = [(each.special_tokens_map, each.chat_template, each.padding_side) for each in (exported, tokenizer)]
@@ -520,12 +521,12 @@ def test_an_import_that_was_killed_can_be_repeated(runs, directories, tmp_path, 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save_params", None)
         with pytest.raises(TypeError):
-            import_run(directories("pythia"), tmp_path / "run", tokenizer="bytes")
+            import_run(ImportFlags(str(directories("pythia")), str(tmp_path / "run"), tokenizer="bytes"))
     assert (tmp_path / "run").exists()
     assert checkpoint.read_config(tmp_path / "run") is None
-    import_run(directories("pythia"), tmp_path / "run", tokenizer="bytes")
+    import_run(ImportFlags(str(directories("pythia")), str(tmp_path / "run"), tokenizer="bytes"))
     with pytest.raises(InputError, match=r"workdir = .*: must not contain a run"):
-        import_run(directories("llama3"), tmp_path / "run", tokenizer="bytes")
+        import_run(ImportFlags(str(directories("llama3")), str(tmp_path / "run"), tokenizer="bytes"))
     chex.assert_trees_all_equal(ours(tmp_path / "run"), ours(runs("pythia")))
 
 
@@ -541,7 +542,7 @@ def test_a_model_with_a_sentencepiece_tokenizer_is_used_like_any_other(text, tmp
     content = tiny.sentencepiece_bpe([file.read_text() for file in sorted(text.iterdir())])
     (source / "tokenizer.json").write_text(json.dumps(content))
     (source / "generation_config.json").write_text('{"eos_token_id": [2, 447]}')
-    import_run(source, original)
+    import_run(ImportFlags(str(source), str(original)))
 
     words = Path(shutil.copytree(text, tmp_path / "text"))
     (words / "lossy.txt").write_text("one ▁ of twelve and a few words more " * 8)
@@ -587,7 +588,7 @@ def test_sixteen_bits_and_shards_are_read_exactly(dtype, tmp_path):
     torch.nn.init.constant_(model.model.norm.weight, 1e-4)
     model.save_pretrained(tmp_path / "model", max_shard_size="8KB")
     assert (tmp_path / "model" / INDEX_FILE).exists()
-    import_run(tmp_path / "model", tmp_path / "run", tokenizer="bytes")
+    import_run(ImportFlags(str(tmp_path / "model"), str(tmp_path / "run"), tokenizer="bytes"))
     _, params = ours(tmp_path / "run")
     up, norm = (x.detach().float().numpy() for x in (model.model.layers[1].mlp.up_proj.weight, model.model.norm.weight))
     np.testing.assert_array_equal(params["layers"]["mlp"]["up_DF"][1], up.T)
@@ -630,7 +631,7 @@ def test_other_names_and_float64_give_the_same_model(kind, directories, runs, tm
         changes = {"model_type": "llava", "text_config": config, "tie_word_embeddings": tied, "vision_config": {"a": 1}}
     if kind == "gpt2":  # masks are stored with the parameters
         tensors |= {f"h.{layer}.attn.bias": np.ones((1, 1, 4, 4), "f4") for layer in range(3)}
-    import_run(stored(directory, tensors, **changes), tmp_path / "run", tokenizer="bytes")
+    import_run(ImportFlags(str(stored(directory, tensors, **changes)), str(tmp_path / "run"), tokenizer="bytes"))
     chex.assert_trees_all_equal(ours(tmp_path / "run"), ours(runs(name)))
     if kind == "gpt2":
         assert read_trained(tmp_path / "run", "newest", {}).run.evaluation.lengths == (64,)  # its positions are learned
@@ -655,7 +656,7 @@ def test_the_check_compares_with_transformers(directories, tmp_path, caplog):
     config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=259)
     transformers.LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "llava")
     for number, directory in enumerate((directories("llama3"), tmp_path / "llava")):
-        import_run(directory, tmp_path / f"run{number}", tokenizer="bytes", check=True)
+        import_run(ImportFlags(str(directory), str(tmp_path / f"run{number}"), tokenizer="bytes", check=True))
         found = re.findall(r"difference from transformers \S+ is (\S+) in logits of up to (\S+)", caplog.text)
         assert len(found) == number + 1
         assert 0 < float(found[-1][0]) < 1e-4 * float(found[-1][1])
@@ -806,7 +807,7 @@ def test_configs_that_are_refused(name, changes, message, directories, tmp_path)
 def refused(directory: Path, tmp_path: Path, message: str, **options: Any) -> None:
     """Assert that an import ends with one short line, and without a run directory."""
     with pytest.raises(InputError, match=message) as error:
-        import_run(directory, tmp_path / "run", **{"tokenizer": "bytes"} | options)
+        import_run(ImportFlags(str(directory), str(tmp_path / "run"), **{"tokenizer": "bytes"} | options))
     assert len(str(error.value)) < 1000
     assert not (tmp_path / "run" / "config.json").exists()
 

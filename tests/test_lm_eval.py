@@ -16,6 +16,7 @@ from test_import import chat_model, theirs
 from dape_jax.data.tokenizers import Bytes
 from dape_jax.errors import InputError
 from dape_jax.pretrained.load import import_run
+from dape_jax.pretrained.options import ImportFlags
 from dape_jax.tools.completion import Sampling, generate, generate_until
 
 pytestmark = [pytest.mark.hf, pytest.mark.extra]
@@ -317,7 +318,7 @@ def test_a_model_in_which_later_tokens_matter_is_refused(model, monkeypatch):
 def test_an_imported_model_has_the_figures_of_the_harness_on_hugging_face(tmp_path):
     """By default texts begin with BOS, and windows have the train length."""
     tokenizer = chat_model(tmp_path / "source")
-    import_run(tmp_path / "source", tmp_path / "run")
+    import_run(ImportFlags(str(tmp_path / "source"), str(tmp_path / "run")))
     ours, hf = DapeLM(tmp_path / "run"), HFLM(theirs("llama"), tokenizer=tokenizer, device="cpu", batch_size=2)
     assert ours.max_length == hf.max_length == 64
     compare(ours, hf, 64)

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 import safetensors.numpy
-from etils import epath
 from jaxtyping import Array
 from tqdm import tqdm
 
@@ -26,6 +25,8 @@ from dape_jax.kernels.cuda.compiler import SOURCES
 from dape_jax.model.transformer import Params, flat_params, parameter_kind
 from dape_jax.pretrained.families import NOT_EXPORTED
 from dape_jax.pretrained.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
+from dape_jax.pretrained.options import ExportFlags
+from dape_jax.storage import to_path
 
 MODELING_FILE, LAUNCHER_FILE, KERNELS_FILE = "modeling_dape.py", "cuda_dape.py", "cuda_kernels.py"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -44,23 +45,17 @@ KERNELS_DOC = (
 _FILE_BYTES = 5 * 10**9  # maximum bytes of tensors in one file
 
 
-def export_run(workdir: epath.PathLike, output: Path, *, step: str = "newest", dtype: str = "float32") -> None:
+def export_run(given: ExportFlags) -> None:
     """Write a run's checkpoint as a directory for transformers, which appears only when it is complete.
-
-    Args:
-        workdir: run directory.
-        output: directory to create.
-        step: "newest", "best" or a number.
-        dtype: dtype of the matrices; a run has float32.
 
     Raises:
         InputError: the checkpoint is missing, the model is not a decoder, PyTorch's model lacks its bias or processor,
-            or `output` exists.
+            or the output exists.
     """
+    workdir, output, dtype = to_path(given.workdir, "--workdir"), Path(given.output).expanduser(), given.dtype
     require(dtype in DTYPES, "dtype", dtype, f"must be one of {list(DTYPES)}")
     require(not output.exists(), "output", str(output), "must not exist yet")
-    workdir = epath.Path(workdir)
-    trained = read_trained(workdir, step, {})
+    trained = read_trained(workdir, given.step, {})
     for path, allowed in EXPORTED.items():
         value: Any = resolved(trained.run)["model"]
         for name in path:

@@ -9,26 +9,12 @@ Next: `modeling_dape.py`, which loads the checkpoint:
     tokenizer = AutoTokenizer.from_pretrained("exported", trust_remote_code=True)
 """
 
-import dataclasses
-from pathlib import Path
-
 from dape_jax import command_line
-from dape_jax.command_line import flag
-from dape_jax.evaluation.options import STEP_HELP
-from dape_jax.storage import require_local, to_path
+from dape_jax.pretrained.options import ExportFlags
+from dape_jax.storage import require_local
 
 
-@dataclasses.dataclass(frozen=True)
-class Flags:
-    """Flags of the command line."""
-
-    workdir: str = flag(dataclasses.MISSING, "Run directory.")
-    output: str = flag(dataclasses.MISSING, "Directory to create.")
-    step: str = flag("newest", STEP_HELP)
-    dtype: str = flag("float32", "Dtype of the matrices: float32, bfloat16 or float16.")
-
-
-def main(given: Flags) -> None:
+def main(given: ExportFlags) -> None:
     """Export the run."""
     require_local(given.output, "--output")
 
@@ -36,13 +22,13 @@ def main(given: Flags) -> None:
     from dape_jax.pretrained.export import export_run
 
     require_single_process()
-    export_run(to_path(given.workdir, "--workdir"), Path(given.output).expanduser(), step=given.step, dtype=given.dtype)
+    export_run(given)
     print(f"exported: {given.output}")
 
 
 def command() -> None:
     """Run the command line `dape-export`."""
-    command_line.run(main, Flags)
+    command_line.run(main, ExportFlags)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,10 @@ from dape_jax.errors import InputError, require, require_package
 from dape_jax.files import read_json
 from dape_jax.model.transformer import Params, TransformerConfig, flat_params, model_structure
 from dape_jax.pretrained.families import BUFFERS, Tensor, family_of, text_config
-from dape_jax.pretrained.files import HEADS, Source, open_source, short
+from dape_jax.pretrained.files import HEADS, Source, find_source, open_source, short
+from dape_jax.pretrained.options import ImportFlags
 from dape_jax.sharding import make_mesh, mesh_of_all_devices
-from dape_jax.storage import absolute
+from dape_jax.storage import absolute, to_path
 from dape_jax.training import checkpoint
 from dape_jax.training.step import abstract_params
 
@@ -42,39 +43,27 @@ _CHECK_TOKENS = 64  # largest length of the random sequences of `compare_logits`
 _CHECK_TOLERANCE = 1e-3  # of the largest logit
 
 
-def import_run(
-    directory: Path,
-    workdir: epath.PathLike,
-    *,
-    tokenizer: str | None = None,
-    train_length: int | None = None,
-    dtype: str = "auto",
-    check: bool = False,
-) -> None:
+def import_run(given: ImportFlags) -> None:
     """Make a run at step 0 from a Hugging Face checkpoint, on as many devices as the width allows.
 
-    Args:
-        directory: directory with `config.json` and `*.safetensors`.
-        workdir: run directory to create.
-        tokenizer: "bytes" or the path of a tokenizer.json; None for the tokenizer in `directory`.
-        train_length: length that the model was trained on, in tokens; None for the length in its config.
-        dtype: dtype of the matmuls; see `TransformerConfig`.
-        check: compare the logits of random tokens with those of transformers' model.
-
     Raises:
-        InputError: the checkpoint is damaged or not supported, `workdir` contains a run, or the logits differ.
+        InputError: the checkpoint is damaged or not supported, the workdir contains a run, or the logits differ.
     """
-    for package in ("torch", "transformers") if check else ():
-        require_package(package, "hf", "check", check)
+    workdir, directory = to_path(given.workdir, "--workdir"), find_source(given.source)
+    for package in ("torch", "transformers") if given.check else ():
+        require_package(package, "hf", "check", given.check)
     source = open_source(directory)
     family = family_of(source.config)
     source = source.named_like(family.tensors["embedding_VD"].name or "", "unembedding_DV" not in family.tensors)
-    length = family.max_length if train_length is None else train_length
+    length = family.max_length if given.train_length is None else given.train_length
     require(0 < length <= family.max_length, "train_length", length, f"must be 1 to {family.max_length}")
     num_ids = family.model["vocab_size"]
-    chosen = source_tokenizer(directory, num_ids) if tokenizer is None else read_tokenizer(tokenizer, "tokenizer")
+    if given.tokenizer is None:
+        chosen = source_tokenizer(directory, num_ids)
+    else:
+        chosen = read_tokenizer(given.tokenizer, "tokenizer")
     require(checkpoint.read_config(workdir) is None, "workdir", str(workdir), "must not contain a run")
-    spec = run_spec(family.model | {"dtype": dtype}, length, absolute(workdir) / TOKENIZER_FILE, chosen)
+    spec = run_spec(family.model | {"dtype": given.dtype}, length, absolute(workdir) / TOKENIZER_FILE, chosen)
     run = RunConfig.from_dict(spec)
     allowed = f"must be at least the tokenizer's {chosen.vocab_size}"
     require(chosen.vocab_size <= run.model.vocab_size, "vocab_size", run.model.vocab_size, allowed)
@@ -82,7 +71,7 @@ def import_run(
     mesh = make_mesh(mesh_of_all_devices(run.model.width))
     with jax.set_mesh(mesh), checkpoint.run_lock(workdir):
         params = read_params(source, family.tensors, run.model, mesh)
-        if check:
+        if given.check:
             compare_logits(source, params, run.model, mesh, length)
         save_tokenizer(chosen, workdir)
         save_conventions(conventions_of(directory, text_config(source.config), chosen), workdir)
