@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tiny import load_corpus
+from tiny import load_corpus, store_of
 
 from dape_jax.data import store as store_module
 from dape_jax.data.batches import PackedDocuments, Windows, train_batches, validation_batches
@@ -51,12 +51,6 @@ def config(path: str | Path, cache: str | Path, **changes) -> DataConfig:
 
 def texts(store: TokenStore) -> list[bytes]:
     return [store.tokenizer.decode(store.document(i)) for i in range(store.num_documents)]
-
-
-def memory_store(num_tokens: int) -> TokenStore:
-    """Return a store whose token at position i is i, so that a window shows its position."""
-    sidecar = store_module.Sidecar(1, "bytes", 257, "<u2", 1, num_tokens, "0" * 64, "train", "memory", "0" * 64)
-    return TokenStore(Path("memory"), sidecar, np.arange(num_tokens, dtype="<u2"), np.array([0, num_tokens], "<i8"))
 
 
 @pytest.fixture
@@ -414,7 +408,7 @@ sizes = st.tuples(st.integers(2, 400), st.integers(1, 12)).filter(lambda pair: p
 @given(sizes)
 def test_windows_tile_the_store_and_targets_are_one_ahead(size: tuple[int, int]):
     num_tokens, length = size
-    windows = Windows(memory_store(num_tokens), length)
+    windows = Windows(store_of([num_tokens]), length)
     rows = [windows[i] for i in range(len(windows))]
     inputs, targets = (np.concatenate([row[name] for row in rows]) for name in ("inputs", "targets"))
     np.testing.assert_array_equal(inputs, np.arange(len(inputs)))
@@ -459,7 +453,7 @@ def rows_in(store: TokenStore, length: int, is_packed: bool) -> tuple[list[dict[
 @quick
 @given(sizes, st.integers(1, 9), st.integers(0, 2**32 - 1), st.booleans())
 def test_every_window_once_per_epoch(size: tuple[int, int], batch: int, seed: int, is_packed: bool):
-    store, length = memory_store(size[0]), size[1]
+    store, length = store_of([size[0]]), size[1]
     rows, options = rows_in(store, length, is_packed)
     every = sorted(tuple(row["inputs"].tolist()) for row in rows)
     epochs = 3
@@ -471,7 +465,7 @@ def test_every_window_once_per_epoch(size: tuple[int, int], batch: int, seed: in
 
 def test_order_differs_between_epochs_and_between_seeds():
     def epochs(seed: int) -> list[list[tuple]]:
-        return rows_of(memory_store(65), length=1, batch=64, steps=3, seed=seed)[0]
+        return rows_of(store_of([65]), length=1, batch=64, steps=3, seed=seed)[0]
 
     for seed in (0, 1, 12345):
         orders = epochs(seed) + epochs(seed + 1)
@@ -480,16 +474,11 @@ def test_order_differs_between_epochs_and_between_seeds():
         assert epochs(seed) == epochs(seed)
 
 
-def store_of(sizes: list[int], first: int = 0) -> TokenStore:
-    """Return a store of documents with these numbers of tokens, ends included; token i is `first` + i."""
-    store = memory_store(sum(sizes))
-    return dataclasses.replace(store, tokens=store.tokens + first, offsets=np.cumsum([0, *sizes]).astype("<i8"))
-
-
+OTHER = np.arange(1000, 1161, dtype=np.uint32)  # tokens of another store
 # Grain takes 5 ms to find the position of a window in a shuffled order of 3, and 0.1 ms in one of 100.
 SOURCES = {
     "stream": ([store_of([401])], {"length": 4}),
-    "mixture": ([store_of([401]), store_of([161], first=1000)], {"length": 4, "weights": (0.7, 0.3)}),
+    "mixture": ([store_of([401]), store_of([161], OTHER[:161])], {"length": 4, "weights": (0.7, 0.3)}),
     "documents": ([store_of([2, 5, 9, 30, 4, 11, 7, 3, 8, 6] * 9)], {"length": 8, "packing": "documents"}),
 }
 
@@ -521,14 +510,14 @@ def test_resume_is_exact_with_another_batch_size_and_number_of_processes(
 
 
 def test_a_store_shorter_than_a_window_is_refused():
-    store, shard = memory_store(100), {"seed": 0, "shard_index": 0, "num_shards": 1}
+    store, shard = store_of([100]), {"seed": 0, "shard_index": 0, "num_shards": 1}
     with pytest.raises(InputError, match="train_length = 100: must be at most 99: memory has 100 tokens"):
         train_batches(store, train_length=100, global_batch_size=4, **shard)
 
 
 def test_a_mixture_has_the_shares_of_its_weights_and_each_text_its_epochs():
     def first_tokens(steps: int, weights: tuple[float, float]) -> list[int]:
-        stores = store_of([101]), store_of([41], first=1000)  # of 25 windows and 10
+        stores = store_of([101]), store_of([41], OTHER[:41])  # of 25 windows and 10
         return [row[0] for row in flat(rows_of(*stores, length=4, batch=10, steps=steps, weights=weights)[0])]
 
     windows = first_tokens(100, (0.7, 0.3))
@@ -549,7 +538,7 @@ def test_a_mixture_has_the_shares_of_its_weights_and_each_text_its_epochs():
 @quick
 @given(sizes, st.integers(1, 9), st.integers(1, 9), st.booleans())
 def test_validation_batches_are_fixed_full_and_spread(size: tuple[int, int], batch: int, num: int, is_packed: bool):
-    store, length = memory_store(size[0]), size[1]
+    store, length = store_of([size[0]]), size[1]
     rows, options = rows_in(store, length, is_packed)
     assume(batch <= len(rows))
     found, again = (
@@ -571,7 +560,7 @@ def test_validation_batches_are_fixed_full_and_spread(size: tuple[int, int], bat
 @quick
 @given(sizes, st.sampled_from([1, 2, 8]), st.integers(1, 4), st.booleans())
 def test_a_validation_set_smaller_than_a_batch_is_used_whole(size, multiple: int, num_batches: int, is_packed: bool):
-    store, length = memory_store(size[0]), size[1]
+    store, length = store_of([size[0]]), size[1]
     rows, options = rows_in(store, length, is_packed)
     batch_size = (len(rows) // multiple + 1) * multiple
     options |= {"length": length, "num_batches": num_batches, "multiple": multiple}

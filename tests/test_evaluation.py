@@ -23,12 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from matplotlib.figure import Figure
-from tiny import load_corpus
+from tiny import load_corpus, store_of
 
 from dape_jax import provenance
 from dape_jax.config import CHOICES, RunConfig
 from dape_jax.data.batches import train_batches
-from dape_jax.data.store import Sidecar, TokenStore
+from dape_jax.data.store import TokenStore
 from dape_jax.data.tokenizers import save_tokenizer, train_bpe
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import command as watching
@@ -70,11 +70,9 @@ def untrained(trained_root: Path, **changes: Any) -> TrainedModel:
     return TrainedModel("test", epath.Path("test"), 0, run, "", run.mesh)
 
 
-def store_of(lengths: list[int]) -> TokenStore:
+def numbered(lengths: list[int]) -> TokenStore:
     """Return a token store in memory, whose document d is d * 1000 + 0, 1, 2, ..."""
-    tokens = np.concatenate([d * 1000 + np.arange(n, dtype=np.uint32) for d, n in enumerate(lengths)])
-    sidecar = Sidecar(1, "bytes", 257, "<u4", len(lengths), len(tokens), "", "validation", "", "")
-    return TokenStore(Path(), sidecar, tokens, np.concatenate([[0], np.cumsum(lengths)]))
+    return store_of(lengths, np.concatenate([d * 1000 + np.arange(n, dtype=np.uint32) for d, n in enumerate(lengths)]))
 
 
 # ---- windows and batches
@@ -88,7 +86,7 @@ def store_of(lengths: list[int]) -> TokenStore:
     st.integers(1, 5),
 )
 def test_every_length_is_scored_on_the_same_tokens(document_lengths, lengths, max_windows, batch_size):
-    store, longest = store_of(document_lengths), max(lengths)
+    store, longest = numbered(document_lengths), max(lengths)
     if max(document_lengths) <= longest:
         with pytest.raises(InputError, match=f"lengths = {longest}: must be at most {max(document_lengths) - 1}"):
             choose_windows(store, longest, max_windows)
@@ -119,7 +117,7 @@ def test_every_length_is_scored_on_the_same_tokens(document_lengths, lengths, ma
 
 def test_a_sample_of_windows_is_of_random_documents_from_their_ends():
     """Documents of a corpus are often sorted by source: the first ones would be no sample of all of them."""
-    store = store_of([100] * 40)
+    store = numbered([100] * 40)
     windows = choose_windows(store, 30, 60)
     first, second = ([window.document for window in each] for each in (windows[:40], windows[40:]))
     assert sorted(first) == list(range(40))
@@ -132,7 +130,7 @@ def test_a_sample_of_windows_is_of_random_documents_from_their_ends():
 
 def test_bytes_of_the_scored_tokens_are_counted():
     """Document 0 has the bytes 0 to 39; those of document 1 decode to nothing."""
-    store = store_of([40, 40])
+    store = numbered([40, 40])
     windows = choose_windows(store, 16, 4)
     for window in windows:
         assert window.scored(16, 5) == slice(11, 16)

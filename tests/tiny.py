@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 
 from dape_jax.configs import common
-from dape_jax.data.store import Corpora, Corpus, DataConfig
+from dape_jax.data.store import Corpora, Corpus, DataConfig, Sidecar, TokenStore
 from dape_jax.model.transformer import GPT_NEOX, LLAMA
 from dape_jax.training.source import load_corpora
 
@@ -80,6 +81,13 @@ def load_corpus(config: DataConfig, lossy: bool = False) -> Corpus:
     """Return the corpus of a config with one text."""
     corpora = load_corpora(config, lossy)
     return Corpus(*corpora.train.values(), *corpora.validation.values())
+
+
+def store_of(sizes: Sequence[int], tokens: np.ndarray | None = None) -> TokenStore:
+    """Return a store in memory of documents with these numbers of tokens, ends included; by default token i is i."""
+    tokens = np.arange(sum(sizes), dtype=np.uint32) if tokens is None else tokens
+    sidecar = Sidecar(1, "bytes", 257, "<u4", len(sizes), len(tokens), "", "train", "memory", "")
+    return TokenStore(Path("memory"), sidecar, tokens, np.cumsum([0, *sizes]))
 
 
 def sentencepiece_bpe(texts: Sequence[str]) -> dict[str, Any]:
