@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import json
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,11 @@ def write_run(workdir: Path, spec: dict[str, Any], tokenizer: Any = None) -> Pat
     checkpoint.write_config(workdir, record)
     checkpoint.save_params(workdir, params, record)
     return workdir
+
+
+def read_runs(directory: Path, stem: str = "lengths") -> list[dict[str, Any]]:
+    """Read the runs of a report, and fail on the tokens NaN and Infinity, which are no JSON."""
+    return json.loads((directory / f"{stem}.json").read_text(), parse_constant=pytest.fail)["runs"]
 
 
 def padded_like(tree: Any, like: Any) -> Any:

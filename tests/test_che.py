@@ -18,7 +18,7 @@ import scipy.stats
 import tiny
 from etils import epath
 from flax import nnx
-from helpers import logits
+from helpers import logits, read_runs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import ROOT, run_python
@@ -264,10 +264,6 @@ def test_devices_that_share_a_tape_train_the_same():
 # ---- accuracy by length
 
 
-def written(directory: Path) -> list[dict[str, Any]]:
-    return json.loads((directory / "accuracy.json").read_text())["runs"]
-
-
 def test_accuracy_equals_that_of_a_plain_model(runs, evaluated):
     """Independent of padding, batches (of 8 at length 20, the second padded), blocks of rows and devices."""
     trained = read_task_run(runs[0])
@@ -275,7 +271,7 @@ def test_accuracy_equals_that_of_a_plain_model(runs, evaluated):
     config = dataclasses.replace(trained.run.model, attention=Dense())
     model = nnx.merge(model_structure(config)[0], jax.device_put(params, jax.devices()[0]))
     answer = jax.jit(lambda tokens_BT, pos_T: model(tokens_BT, pos_T).argmax(axis=-1))
-    short, *_, long = written(evaluated.directory)[0]["lengths"]
+    short, *_, long = read_runs(evaluated.directory, "accuracy")[0]["lengths"]
     assert (short["length"], long["length"]) == (2, 20)
     for result in (short, long):
         right = counted = 0
@@ -293,7 +289,7 @@ def test_accuracy_equals_that_of_a_plain_model(runs, evaluated):
 
 def test_report_has_means_and_accuracies_of_every_run(runs, evaluated, tmp_path):
     """Means are over the lengths in the caption; equal models have bit-identical results, with the same dropout too."""
-    found = written(evaluated.directory)
+    found = read_runs(evaluated.directory, "accuracy")
     assert [run["name"] for run in found] == ["dape", "other"]
     for row, run in zip(evaluated.table.splitlines()[3:], found, strict=True):
         accuracies = [result["accuracy"] for result in run["lengths"]]
@@ -311,7 +307,7 @@ def test_report_has_means_and_accuracies_of_every_run(runs, evaluated, tmp_path)
         assert result["low"] < result["accuracy"] < result["high"]
         assert (result["num_sequences"], result["num_symbols"]) == (11, 11 * result["length"])
     evaluate_tasks(runs, dropout=True, lengths=(20,), output=tmp_path)
-    on, again = written(tmp_path)
+    on, again = read_runs(tmp_path, "accuracy")
     assert on["lengths"] == again["lengths"] != run["lengths"][-1:]
 
 
@@ -321,7 +317,7 @@ def test_only_output_symbols_count_and_a_diverged_model_answers_nothing(runs, mo
         patch.setattr(accuracy, "run_in_batches", lambda *_, num_rows, **__: np.zeros((num_rows, 1), np.int32))
         evaluate_tasks(runs[:1], lengths=(2, 20), num_sequences=11, output=tmp_path / "zeros")
     config = read_task_run(runs[0]).run.data
-    for result in written(tmp_path / "zeros")[0]["lengths"]:
+    for result in read_runs(tmp_path / "zeros", "accuracy")[0]["lengths"]:
         answers_BM = Tapes(config, result["length"], 11, padded=96).targets_BM
         assert 0 < (answers_BM == 0).mean() < 1
         assert result["accuracy"] == pytest.approx((answers_BM == 0).mean())
@@ -332,7 +328,7 @@ def test_only_output_symbols_count_and_a_diverged_model_answers_nothing(runs, mo
 
     monkeypatch.setattr(accuracy, "restore", diverged)
     evaluate_tasks(runs[:1], lengths=(2,), num_sequences=11, output=tmp_path / "diverged")
-    assert [result["accuracy"] for result in written(tmp_path / "diverged")[0]["lengths"]] == [0]
+    assert [result["accuracy"] for result in read_runs(tmp_path / "diverged", "accuracy")[0]["lengths"]] == [0]
     assert "the model has diverged: its logits at length 2 are not finite" in caplog.text
 
 
@@ -457,6 +453,6 @@ def test_train_and_evaluate_from_the_command_line(tmp_path):
     result = run_python("eval.py", f"--workdir={tmp_path}/mine", *options)
     assert result.returncode == 0, result.stderr
     assert "the score: mean over 1 lengths, 60 to 60" in result.stdout
-    (run,) = written(tmp_path / "mine")
+    (run,) = read_runs(tmp_path / "mine", "accuracy")
     assert [found["length"] for found in run["lengths"]] == [2, 6, 10, 60]
     assert run["dropout"]

@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import itertools
-import json
 import math
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import tiny
 from etils import epath
-from helpers import write_run
+from helpers import read_runs, write_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
@@ -57,11 +56,6 @@ def evaluate(
 @pytest.fixture(scope="module")
 def runs(trained_runs) -> list[Path]:
     return trained_runs
-
-
-def read_runs(directory: Path, stem: str = "lengths") -> list[dict[str, Any]]:
-    """Read the runs of a report, and fail on the tokens NaN and Infinity, which are no JSON."""
-    return json.loads((directory / f"{stem}.json").read_text(), parse_constant=pytest.fail)["runs"]
 
 
 def untrained(trained_root: Path, **changes: Any) -> TrainedModel:
@@ -473,7 +467,7 @@ def test_a_figure_is_drawn_again_from_the_json_and_its_pdf_has_truetype_fonts(tm
     pdf = (tmp_path / "lengths.pdf").read_bytes()
     assert b"/FontFile2" in pdf
     assert b"/Type3" not in pdf
-    saved = protocols.save("lengths", tmp_path, json.loads(QUICKSTART.read_text())["runs"], options)
+    saved = protocols.save("lengths", tmp_path, read_runs(QUICKSTART.parent), options)
     assert saved.table == drawn.table
     assert (tmp_path / "lengths.pdf").read_bytes() == pdf
     (tmp_path / "positions.json").write_text('{"runs": [{"name": "a"}]}')

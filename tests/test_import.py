@@ -24,6 +24,7 @@ import tokenizers
 import torch
 import transformers
 from flax import nnx
+from helpers import read_runs
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from huggingface_hub.utils import filter_repo_objects
 
@@ -291,7 +292,7 @@ def chat(tmp_path_factory) -> tuple[Any, Path]:
 def evaluated(run: Path, output: Path, **options: Any) -> dict[str, Any]:
     """Return the results of an evaluation."""
     evaluate([run], Options(**options), output=output)
-    (found,) = json.loads((output / "lengths.json").read_text())["runs"]
+    (found,) = read_runs(output)
     return found
 
 

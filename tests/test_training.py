@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 import tiny
 from etils import epath
+from helpers import read_runs
 from tiny import load_corpus
 
 from dape_jax.config import RunConfig
@@ -348,7 +349,7 @@ def test_a_run_with_a_text_for_validation_is_evaluated_on_it(trained_root, tmp_p
     for run, changes in zip(runs, ({}, {"data__path": str(tmp_path / "more")}), strict=True):
         loop.train(tiny.changed(spec, **changes), run)
     evaluate(runs, Options(lengths=(16,), max_windows=100), output=tmp_path)
-    results = json.loads((tmp_path / "lengths.json").read_text())["runs"]
+    results = read_runs(tmp_path)
     assert [run["lengths"][0]["num_documents"] for run in results] == [41, 41]
     digests = [json.loads((run / "config.json").read_text())["data_digest"] for run in runs]
     assert [run["data"] for run in results] == digests
