@@ -714,9 +714,7 @@ def test_a_text_that_differs_from_its_digest_is_refused(runs, trained_root, tmp_
     """Whole windows could have changed: no result is given."""
     data = RunConfig.from_dict(tiny.spec(trained_root, data__cache_dir=str(tmp_path / "cache"))).data
     directory = load_corpus(data).validation.directory
-    content = bytearray((directory / "tokens.bin").read_bytes())
-    content[-1] ^= 1
-    (directory / "tokens.bin").write_bytes(content)
+    tiny.flip(directory / "tokens.bin", -1)
     with pytest.raises(InputError, match="digest = "):
         evaluate(runs[:1], lengths=(16,), output=tmp_path / "other", data=str(directory.parent))
     assert not (tmp_path / "other").exists()

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from processes import run_python
+from tiny import flip
 
 from dape_jax import files
 from dape_jax.errors import InputError
@@ -66,12 +67,6 @@ def save_steps(workdir: Path, *steps: int) -> None:
 
 def files_of(directory: Path) -> dict[str, bytes]:
     return {str(f.relative_to(directory)): f.read_bytes() for f in sorted(directory.rglob("*")) if f.is_file()}
-
-
-def flip(file: Path, place: int, bit: int = 0) -> None:
-    content = bytearray(file.read_bytes())
-    content[place] ^= 1 << bit
-    file.write_bytes(content)
 
 
 def array_data(step: Path) -> Path:

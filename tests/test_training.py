@@ -198,10 +198,7 @@ def test_other_data_and_damaged_ones_are_refused(run, tmp_path):
     (tmp_path / "text" / "new.txt").write_text("new text " * 50)
     with pytest.raises(InputError, match=rf"data_digest.*--config=configs/continued\.py:source={run} "):
         loop.train(spec, run)
-    file = load_corpus(RunConfig.from_dict(spec).data).train.directory / "tokens.bin"
-    tokens = bytearray(file.read_bytes())
-    tokens[100] ^= 1
-    file.write_bytes(tokens)
+    tiny.flip(load_corpus(RunConfig.from_dict(spec).data).train.directory / "tokens.bin", 100)
     with pytest.raises(InputError, match="must be the digest of the files"):
         loop.train(spec, tmp_path / "new")
 

@@ -60,6 +60,13 @@ def write_text(directory: Path) -> Path:
     return directory
 
 
+def flip(file: Path, place: int, bit: int = 0) -> None:
+    """Change one bit of a file."""
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1 << bit
+    file.write_bytes(content)
+
+
 def changed(spec: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """Return a copy of a config with changes such as train__num_steps=3."""
     result = copy.deepcopy(spec)
