@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +54,6 @@ def train_until(batch: int, spec: dict[str, Any], workdir: Path) -> None:
             loop.train(spec, workdir)
 
 
-@pytest.fixture
-def programs_once(monkeypatch) -> None:
-    """Give every start in a test the programs of the first, which are the same."""
-
-    def first_result(function: Callable) -> Callable:
-        results = []
-
-        def call(*args, **options):
-            results.append(results[0] if results else function(*args, **options))
-            return results[0]
-
-        return call
-
-    for name in ("make_train_step", "make_sums_step"):
-        monkeypatch.setattr(loop, name, first_result(getattr(loop, name)))
-
-
 def small_spec(trained_root: Path, **changes: Any) -> dict[str, Any]:
     """Return the config of the trained run with DAPE, with changes such as train__num_steps=3."""
     return tiny.spec(trained_root, **({"train__num_steps": 4} | changes))
@@ -83,7 +65,6 @@ def run(trained_run, tmp_path) -> Path:
     return Path(shutil.copytree(trained_run, tmp_path / "run"))
 
 
-@pytest.mark.usefixtures("programs_once")
 def test_interrupted_and_resumed_is_bitwise_the_uninterrupted_run(trained_root, trained_run, tmp_path):
     """Compare parameters, optimizer and data position after kills before a checkpoint, in a validation and after it.
 
@@ -317,7 +298,6 @@ def test_a_small_validation_set_gives_the_same_loss_at_any_batch_size(trained_ro
 
 
 @pytest.mark.extra
-@pytest.mark.usefixtures("programs_once")
 def test_a_run_on_a_mixture_resumes_bitwise_and_logs_the_loss_of_each_text(trained_root, tmp_path):
     for file in tiny.write_text(tmp_path / "other").iterdir():
         file.write_text(file.read_text().upper())
@@ -474,7 +454,6 @@ def test_dropout_depends_on_the_seed_and_on_steps_with_skipped_ones_and_an_overf
 
 
 @pytest.mark.extra
-@pytest.mark.usefixtures("programs_once")
 def test_bad_steps_are_skipped_and_recorded_or_stop_the_run(trained_root, tmp_path, monkeypatch, caplog):
     """Steps 4 and 5 have NaN. A run that stops has kept its checkpoints. Metrics come one step late."""
     make_once, calls = loop.make_train_step, []
