@@ -297,7 +297,7 @@ def evaluated(run: Path, output: Path, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.hf
-def test_chat_templates_have_what_transformers_gives_them_or_are_refused(tmp_path):
+def test_chat_templates_have_what_transformers_gives_them_or_are_refused(tmp_path, caplog):
     conventions = Conventions(bos_token="<s>", other_tokens={"pad_token": "<p>"})
 
     def rendered(template: str | None) -> str:
@@ -315,9 +315,14 @@ def test_chat_templates_have_what_transformers_gives_them_or_are_refused(tmp_pat
         with pytest.raises(InputError, match=rf"^chat_template.*{words}"):
             rendered(template)
     for name, expected in (("default", "x"), ("tool_use", None)):  # of several templates, which have names
+        assert "left out" not in caplog.text
         settings = {"chat_template": [{"name": name, "template": "x"}]}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
         assert conventions_of(tmp_path, {}, Bytes()).chat_template == expected
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("x")
+    conventions_of(tmp_path, {}, Bytes())
+    assert re.findall("left out: (.*)", caplog.text) == ["tool_use", "rag, tool_use"]
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(InputError, match=r"chat_template\.jinja: must be UTF-8"):
         conventions_of(tmp_path, {}, Bytes())
@@ -791,7 +796,8 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("published-gpt2", {"n_ctx": 65}, "n_ctx = 65: must be n_positions = 64"),
     ("qwen2", {"layer_types": [FULL] * 2}, "layer_types = .*: must be full_attention or sliding_attention for each"),
     ("qwen2", {"layer_types": [FULL, FULL, "linear_attention"]}, "layer_types = .*: must be full_attention or"),
-    ("qwen2", {"layer_types": WINDOWS}, "sliding_window = None: must be given with sliding_attention in layer_types"),
+    ("qwen2", {"layer_types": WINDOWS}, "use_sliding_window = False: must be true with sliding_attention in layer_ty"),
+    ("qwen2", {"layer_types": WINDOWS} | ALL_LAYERS, " sliding_window = None: must be given with sliding_attention in"),
     ("smollm3-windows", {"no_rope_layers": [1, 0]}, "no_rope_layers = .*: must be 0 or 1 for each of 3 layers"),
     ("smollm3-windows", {"no_rope_layers": [0, 1, 2]}, "no_rope_layers = .*: must be 0 or 1 for each of 3 layers"),
     ("smollm3-windows", {"layer_types": [FULL, SLIDING, FULL]}, "layer_types = .*: must be sliding_attention in the"),

@@ -497,7 +497,9 @@ def _windows(fields: Fields, window: int | None, has_window: Callable[[int], boo
     are_types = len(types) == num_layers and all(kind in (FULL, SLIDING) for kind in types)
     fields.check(are_types, "layer_types", f"must be {FULL} or {SLIDING} for each of {num_layers} layers")
     layers = [layer for layer, kind in enumerate(types) if kind == SLIDING]
-    fields.check(not layers or window is not None, "sliding_window", f"must be given with {SLIDING} in layer_types")
+    is_off = "use_sliding_window" in fields.read and not fields.take("use_sliding_window", bool, False)
+    name, allowed = ("use_sliding_window", "true") if is_off else ("sliding_window", "given")
+    fields.check(not layers or window is not None, name, f"must be {allowed} with {SLIDING} in layer_types")
     if len(layers) in (0, num_layers):
         return {"window": window if layers else None}
     return {"alternate_layers": layers, "alternate_window": window}
