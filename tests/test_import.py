@@ -23,6 +23,7 @@ import tiny
 import tokenizers
 import torch
 import transformers
+from etils import epath
 from flax import nnx
 from helpers import read_runs
 from huggingface_hub.errors import StrictDataclassFieldValidationError
@@ -437,7 +438,7 @@ def test_windows_begin_with_the_token_of_the_source(chat, tmp_path, text, bos):
         assert found["num_tokens"] == nll.numel()
         np.testing.assert_allclose(found["perplexity"], nll.mean().exp(), rtol=1e-4)
     if bos:
-        (found, _) = read_tokens(read_trained(workdir, "newest", {}), 5, file)
+        (found, _) = read_tokens(read_trained(workdir, "newest", {}), 5, epath.Path(file))
         assert found.tolist() == tokenizer(file.read_text()).input_ids[:5] == [256, *file.read_bytes()[:4]]
         other = Path(shutil.copytree(workdir, tmp_path / "other"))
         (other / "conventions.json").unlink()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny
 import tokenizers as library
+from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import load_corpus
@@ -280,7 +281,7 @@ def test_attention_maps_read_a_text_with_the_tokenizer_of_the_run(trained_run, t
     given, workdir = train_bpe(TEXTS, 257), shutil.copytree(trained_run, tmp_path / "run")
     save_tokenizer(given, workdir)
     (tmp_path / "read.txt").write_text(TEXTS[1])
-    content, _ = read_tokens(read_trained(workdir, "newest", {}), 4, tmp_path / "read.txt")
+    content, _ = read_tokens(read_trained(workdir, "newest", {}), 4, epath.Path(tmp_path, "read.txt"))
     np.testing.assert_array_equal(content, given.encode(TEXTS[1].encode())[:4])
 
 
