@@ -34,13 +34,13 @@ class StartedError(Exception):
     """Error with the initial state of a run."""
 
 
-def start(monkeypatch, spec: dict[str, Any], workdir: Path) -> TrainState:
+def start(spec: dict[str, Any], workdir: Path) -> TrainState:
     """Return the state with which a run starts, on the host, and stop the run there."""
 
     def stop(*args):
         raise StartedError(jax.device_get(init_state(*args)))
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "init_state", stop)
         with pytest.raises(StartedError) as started:
             loop.train(spec, workdir)
@@ -54,11 +54,9 @@ def sources(trained_root) -> Path:
 
 
 @pytest.mark.parametrize(("which", "step"), [("", 4), ("@2", 2), ("@best", 4)])
-def test_a_run_starts_with_the_parameters_of_the_step_and_a_new_optimizer(
-    trained_root, sources, tmp_path, monkeypatch, which, step
-):
+def test_a_run_starts_with_the_parameters_of_the_step_and_a_new_optimizer(trained_root, sources, tmp_path, which, step):
     spec = tiny.spec(trained_root, init__source=f"{sources}/dape{which}", train__seed=3)
-    state = start(monkeypatch, spec, tmp_path / "run")
+    state = start(spec, tmp_path / "run")
     chex.assert_trees_all_equal(state.params, saved_arrays(sources / "dape", step)["params"])
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
     record = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -66,7 +64,7 @@ def test_a_run_starts_with_the_parameters_of_the_step_and_a_new_optimizer(
     assert record["init"] == origin
 
 
-def test_a_new_identity_processor_changes_the_logits_by_rounding(trained_root, sources, tmp_path, monkeypatch, caplog):
+def test_a_new_identity_processor_changes_the_logits_by_rounding(trained_root, sources, tmp_path, caplog):
     """Check up to rounding: the compiler orders the sums of the new program differently."""
     plain = tiny.spec(trained_root, model__processor={"name": "none"})
     tokens = np.random.default_rng(0).integers(0, 257, (2, 16))
@@ -75,19 +73,19 @@ def test_a_new_identity_processor_changes_the_logits_by_rounding(trained_root, s
     for name, processor in (("identity", IDENTITY), ("uniform", DAPE)):
         caplog.clear()
         spec = tiny.spec(trained_root, init__source=f"{sources}/none", model__processor=processor)
-        found[name] = logits(read_run(spec).model, start(monkeypatch, spec, tmp_path / name).params, tokens)
+        found[name] = logits(read_run(spec).model, start(spec, tmp_path / name).params, tokens)
         assert ("model.processor.init=identity" in caplog.text) == (name == "uniform")
     assert np.abs(found["uniform"] - expected).max() > 1e-3
     np.testing.assert_allclose(found["identity"], expected, atol=2e-6)
 
 
-def test_rotary_is_removed_and_the_bias_replaced(trained_root, tmp_path, monkeypatch, caplog):
+def test_rotary_is_removed_and_the_bias_replaced(trained_root, tmp_path, caplog):
     caplog.set_level("INFO")
     roped = tiny.spec(trained_root, model__rotary={"name": "rope"}, model__bias={"name": "kerple_power"})
     roped["model"]["processor"] = {"name": "none"}
     source, given = write_run(tmp_path / "source", roped), flat_params(random_params(read_run(roped).model))
     spec = tiny.spec(trained_root, init__source=str(source), model__processor=IDENTITY)
-    params = flat_params(start(monkeypatch, spec, tmp_path / "run").params)
+    params = flat_params(start(spec, tmp_path / "run").params)
     run = read_run(spec)
     fresh = flat_params(init_state(Training.of(run, make_mesh(run.mesh))).params)
     new = {path for path in params if parameter_kind(path) is not None}
@@ -144,12 +142,12 @@ def test_what_does_not_fit_is_refused_before_any_device_work(
 
 
 @pytest.mark.extra
-def test_frozen_parameters_do_not_change_and_a_resumed_run_is_bit_exact(trained_root, sources, tmp_path, monkeypatch):
+def test_frozen_parameters_do_not_change_and_a_resumed_run_is_bit_exact(trained_root, sources, tmp_path):
     """Check also that a run without a checkpoint reads the source again, and that a resumed run does not need it."""
     source = tmp_path / "source"
     shutil.copytree(sources / "dape", source)
     spec = tiny.spec(trained_root, init__source=str(source), init__train_only="processor", train__num_steps=4)
-    first = start(monkeypatch, spec, tmp_path / "parts")
+    first = start(spec, tmp_path / "parts")
     shutil.rmtree(source / "checkpoints" / "4")
     before = saved_arrays(source, 2)["params"]
     loop.train(spec, tmp_path / "whole")
@@ -236,7 +234,7 @@ def test_the_recipe_takes_everything_but_the_method_from_the_source(trained_root
     changed = tiny.spec(trained_root, model__processor=IDENTITY | {"kernel_width": 5, "channels": 3})
     assert (run.model.processor, run.model.rotary) == (read_run(changed).model.processor, Rope())
     assert run.init.trained_kinds == ("processor",)
-    start(monkeypatch, config.to_dict(), tmp_path / "run")
+    start(config.to_dict(), tmp_path / "run")
     for bad, words in (
         (None, "must contain source="),
         (f"source={tmp_path}/nothing", "written by dape-train"),
