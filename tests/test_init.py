@@ -187,7 +187,7 @@ def test_the_gradient_norm_is_that_of_the_trained_parameters(trained_root):
     assert {parameter_kind(path) for path, square in squares.items() if square > 0} == {"processor"}
 
 
-def test_the_recipe_that_gives_a_model_length(trained_root, sources):
+def test_the_recipe_that_gives_a_model_length(sources):
     """Of a run the steps and the rate are parts of its own; of an imported model they are what the import says."""
     recipe = read_module(RECIPES / "retrofit.py")
     for arguments, bias, num_steps in (("", "alibi", 2), (",bias=kerple,percent=100,seed=5", "kerple", 4)):

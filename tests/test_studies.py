@@ -52,7 +52,7 @@ def test_without_its_update_a_model_is_that_with_the_plain_bias():
     np.testing.assert_allclose(zeroed, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_studies_of_models_measure_both_models_on_the_same_windows(trained_runs, tmp_path, monkeypatch):
+def test_studies_of_models_measure_both_models_on_the_same_windows(trained_runs, tmp_path):
     def results_of(program, **settings):
         workdirs, output = tuple(map(str, trained_runs)), tmp_path / program.__name__
         program.main(program.Settings(workdirs, windows=6, output=str(output), **settings))
