@@ -102,7 +102,6 @@ def test_rotary_is_removed_and_the_bias_replaced(trained_root, tmp_path, caplog)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"init__source": "/nowhere/at/all"}, ["init.source = '/nowhere/at/all'", "written by dape-train"]),
         ({"init__source": "{source}@3"}, ["init.source", "step = '3'", "'2', '4'"]),
         ({"init__source": "{source}@"}, ["init.source", "directory@step"]),
         ({"init__source": "ftp://a/b"}, ["init.source", "gs://"]),
@@ -139,6 +138,12 @@ def test_what_does_not_fit_is_refused_before_any_device_work(
         loop.train(spec, tmp_path / "run")
     assert all(word in str(error.value) for word in words), error.value
     assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_source_is_refused_before_the_text_is_read(trained_root, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "open_source", None)  # calling it would be a TypeError
+    with pytest.raises(InputError, match=r"init.source = '/nowhere/at/all': .*written by dape-train"):
+        loop.train(tiny.spec(trained_root, init__source="/nowhere/at/all"), tmp_path / "run")
 
 
 @pytest.mark.extra

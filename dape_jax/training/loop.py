@@ -33,7 +33,7 @@ from dape_jax.training.metrics import MetricLogger
 from dape_jax.training.source import open_source
 from dape_jax.training.step import Training, TrainState, abstract_state, init_state, make_sums_step, make_train_step
 from dape_jax.training.watch import Trace, train_log, watchdog
-from dape_jax.training.weights import Start, read_start
+from dape_jax.training.weights import Start, find_start, read_start
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +105,7 @@ def _train(
     jax.eval_shape(lambda params: nnx.merge(graphdef, params).features(tokens, segment_ids=segment_ids), abstract)
 
     # ---- data
+    found = None if step_names or run.init.source is None else find_start(run)
     source = open_source(run, mesh, verify)
     record["data_digest"] = source.digest
     require_same(data_digest=source.digest, saved_steps=step_names)
@@ -117,8 +118,8 @@ def _train(
     training = Training.of(run, mesh)
     planned = abstract_state(training)
     given = Start({})
-    if not step_names and run.init.source is not None:
-        given, record["init"] = read_start(run, source, planned, mesh)
+    if found is not None:
+        given, record["init"] = read_start(run, found, source, planned, mesh)
     train_step = make_train_step(training)
     validate = make_validation(run, source.validation, mesh)
     counts = parameter_counts(abstract)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import optax
 import orbax.checkpoint as ocp
+from etils import epath
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
@@ -44,13 +45,37 @@ class Start(NamedTuple):
     conventions: Conventions = Conventions()
 
 
+class Found(NamedTuple):
+    """Checkpoint that `init.source` names."""
+
+    workdir: epath.Path
+    step: int
+    saved: dict[str, Any]  # its JSON values
+    run: RunConfig | TaskRunConfig
+
+
+def find_start(run: RunConfig | TaskRunConfig) -> Found:
+    """Find the checkpoint that `init.source` names, before the data are read: text may take hours to prepare.
+
+    Raises:
+        InputError: there is no such checkpoint, or it is damaged.
+    """
+    assert run.init.source is not None
+    directory, which = run.init.source_and_step
+    workdir = to_path(directory, "init.source")
+    with _reading(run.init.source):
+        step, saved = checkpoint.restore_config(workdir, which)
+        return Found(workdir, step, saved, read_run(saved["config"]))
+
+
 def read_start(
-    run: RunConfig | TaskRunConfig, data: Source, planned: TrainState, mesh: Mesh
+    run: RunConfig | TaskRunConfig, found: Found, data: Source, planned: TrainState, mesh: Mesh
 ) -> tuple[Start, dict[str, Any]]:
     """Read what `init` names of a checkpoint, after comparing its config with `run`.
 
     Args:
         run: config of the new run.
+        found: result of `find_start`.
         data: training data of the new run.
         planned: shapes, dtypes and shardings of its state.
         mesh: mesh over which the parameters are sharded.
@@ -59,17 +84,14 @@ def read_start(
         What the new run takes from the source, and its origin as JSON values, for `config.json` and checkpoints.
 
     Raises:
-        InputError: there is no such checkpoint, it is damaged, its tokenizer or task differs, or its parameters do not
-            match; or, of what should continue, the source's differs.
+        InputError: the source is damaged, its tokenizer or task differs, or its parameters do not match; or, of what
+            should continue, the source's differs.
     """
     assert run.init.source is not None
-    field, (directory, which) = run.init.source, run.init.source_and_step
-    workdir = to_path(directory, "init.source")
+    field, (workdir, step, saved, source) = run.init.source, found
     with _reading(field):
-        step, saved = checkpoint.restore_config(workdir, which)
-        source = read_run(saved["config"])
         names = [_tokens_of(source, saved_tokenizer(workdir)), _tokens_of(run, data.tokenizer)]
-    require_same(init_source=f"step {step} of {directory}")
+    require_same(init_source=f"step {step} of {workdir}")
     require(names[0] == names[1], "init.source", field, f"has {names[0]}, but this run has {names[1]}")
     taken, new, dropped = _compare(source.model, run.model, field)
     logger.info("parameters of %s, step %d: %d arrays are used", workdir, step, len(taken))
@@ -97,11 +119,11 @@ def read_start(
         require(not lines, "init.data", "continue", f"needs the data of {workdir}: {'; '.join(lines)}")
         items["data"] = ocp.args.JsonRestore()
     with _reading(field):
-        found: dict[str, Any] = dict.fromkeys(("opt_state", "data")) | checkpoint.restore_items(workdir, step, **items)
-    flat = flat_params(found["params"])
+        arrays: dict[str, Any] = dict.fromkeys(("opt_state", "data")) | checkpoint.restore_items(workdir, step, **items)
+    flat = flat_params(arrays["params"])
     record = {"workdir": str(absolute(workdir)), "step": step, "data_digest": saved["data_digest"]}
     params = unflatten_dict({path: flat[path] for path in taken})
-    return Start(params, found["opt_state"], found["data"], saved_conventions(workdir)), record
+    return Start(params, arrays["opt_state"], arrays["data"], saved_conventions(workdir)), record
 
 
 @contextlib.contextmanager
