@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from matplotlib.figure import Figure
+from processes import run_python
 from tiny import load_corpus, store_of
 
 from dape_jax import provenance
@@ -863,6 +864,15 @@ def test_a_length_that_does_not_fit_is_refused_before_weights_are_read(runs, tmp
         with pytest.raises(kind):
             evaluate(runs[1:], lengths=(64,), output=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_another_protocol_from_the_command_line(runs):
+    flags = (f"--workdir={runs[0]},{runs[1]}", "--lengths=16,32", "--protocol=delta", "--format=md")
+    done = run_python("eval.py", *flags)
+    assert done.returncode == 0, done.stderr
+    assert str(runs[0].parent / "delta.png") in done.stdout
+    assert {file.suffix for file in runs[0].parent.glob("delta.*")} == {".json", ".md", ".png"}
 
 
 # ---- a run that is being trained

@@ -377,6 +377,7 @@ def test_an_interrupted_division_at_a_position_is_repeated(tmp_path: Path):
 @pytest.mark.parametrize(
     ("files", "num_copies", "reasons", "options"),
     [
+        ({"a.jsonl": in_lines([TEXT])}, 1, [], {}),
         ({"a.jsonl": in_lines([TEXT] * 3)}, 3, [], {}),
         ({"a.txt": TEXT.encode(), "b.txt": b"caf\xe9 \0" * 9}, 1, ["binary file"], {}),
         # Trained on the train split, and its tokens are counted; what is not Unicode is not.
@@ -873,6 +874,7 @@ NUM_SEQUENCES = sum(map(len, PAIR))
 SIZES, STARTS, INDEX = 34, 34 + 4 * NUM_SEQUENCES, 34 + 12 * NUM_SEQUENCES
 REFUSED: dict[str, tuple[str, int, int | bytes, str]] = {
     "cut": ("", 20, 0, r"pair: \.bin and \.idx must be a pair"),
+    "empty": ("", 0, 0, r"pair: \.bin and \.idx must be a pair"),
     "other magic": ("<9s", 0, b"TNTIDX\0\0\1", r"pair\.idx: magic, version, dtype = \(b'TNTIDX"),
     "float": ("<B", 17, 6, r"pair\.idx: magic, version, dtype = .* 6\): must be .*'uint16'"),
     "sequences without end": ("<Q", 18, 2**64 - 1, r"pair\.idx: size = \d+: must be "),

@@ -272,6 +272,8 @@ def test_training_learns(trained_root, tmp_path):
         ({"train__batch_size": 8, "train__accumulation_steps": 2}, "train.batch_size = 8: .*16"),
         ({"train__train_length": 8000}, "train.train_length = 8000: must be at most"),
         ({"optimizer__warmup_fraction": 0.95}, "optimizer.warmup_fraction = 0.95: .*num_steps = 4"),
+        ({"data__path": "/nowhere/at/all"}, "data.path = '/nowhere/at/all'"),
+        ({"data__tokenizer": "gpt2"}, "data.tokenizer = 'gpt2': .*bytes"),
         ({"model__vocab_size": 100}, "model.vocab_size = 100: .*257"),
     ],
 )
