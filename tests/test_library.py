@@ -479,7 +479,7 @@ def test_a_wrong_bias_or_processor_is_named(implementation):
 
 @pytest.mark.usefixtures("no_annotations")
 def test_a_name_in_place_of_an_object_of_the_model_is_refused():
-    for field in ("rotary", "bias", "processor", "attention"):
+    for field in ("rotary", "alternate_rotary", "bias", "processor", "attention"):
         with pytest.raises(dape_jax.InputError, match=f"^model.{field} = 'kerple': must be an instance of [A-Z]"):
             TransformerConfig(2, 16, 4, vocab_size=11, **{field: "kerple"})
 

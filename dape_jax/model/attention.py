@@ -120,8 +120,8 @@ def attend(
 
     Returns:
         The attended values in the dtype of `v_BSGK`. Scores, bias and softmax are float32 (float64 if the inputs are).
-        With DAPE they have reverse-mode derivatives only: a Hessian is `jax.jacrev(jax.grad(f))`. Those of the fused
-        kernels are first derivatives only.
+        With DAPE they have reverse-mode derivatives only: a Hessian is `jax.jacrev(jax.grad(f))`. The fused
+        kernels have first derivatives only.
 
     Raises:
         InputError: the arrays are not of floating point, the shapes are inconsistent (also those that the bias or the

@@ -187,10 +187,15 @@ class TransformerConfig:
     imports: Resumable[tuple[str, ...]] = ()
 
     def __post_init__(self):
-        kinds = {"rotary": (NoRotary, Rope), "bias": (BiasConfig,), "processor": (ProcessorConfig,)}
-        for field, classes in (kinds | {"attention": (Implementation,)}).items():
-            allowed = f"must be an instance of {' or '.join(kind.__name__ for kind in classes)}"
-            require(isinstance(getattr(self, field), classes), f"model.{field}", getattr(self, field), allowed)
+        for field, *kinds in (
+            ("rotary", NoRotary, Rope),
+            ("alternate_rotary", NoRotary, Rope, type(None)),
+            ("bias", BiasConfig),
+            ("processor", ProcessorConfig),
+            ("attention", Implementation),
+        ):
+            allowed = f"must be an instance of {' or '.join(kind.__name__ for kind in kinds)}"
+            require(isinstance(getattr(self, field), tuple(kinds)), f"model.{field}", getattr(self, field), allowed)
         positive(self, "model", "num_layers", "width", "num_heads", "vocab_size", "norm_epsilon")
         heads, width = self.num_heads, self.width
         allowed = f"must divide model.width = {width} if model.head_dim is None"
