@@ -91,7 +91,7 @@ def read_start(
     field, (workdir, step, saved, source) = run.init.source, found
     with _reading(field):
         names = [_tokens_of(source, saved_tokenizer(workdir)), _tokens_of(run, data.tokenizer)]
-    require_same(init_source=f"step {step} of {workdir}")
+    require_same(init_source=f"step {step} of {field}")
     require(names[0] == names[1], "init.source", field, f"has {names[0]}, but this run has {names[1]}")
     taken, new, dropped = _compare(source.model, run.model, field)
     logger.info("parameters of %s, step %d: %d arrays are used", workdir, step, len(taken))
