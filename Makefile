@@ -89,8 +89,8 @@ test: install-dev
 test-all: install-dev
 	$(PY) -m pytest -n auto --dist worksteal
 
-# transformers and what it needs in other versions, beside the environment. The newest have no constraints, so that a change in
-# them is seen; the oldest are those of the extra hf.
+# transformers in other versions, beside the environment. The newest have no constraints, so that a change in them is seen, and
+# come with what they need; the oldest are those of the extra hf, among the other packages of the environment.
 OLDEST = $(shell sed -n 's/^hf = .*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 test-newest: HF = huggingface-hub safetensors tokenizers transformers
 test-newest: FILES = $(shell grep -l pytest.mark.hf tests/*.py)

@@ -101,13 +101,13 @@ def conventions_of(directory: Path, config: dict[str, Any], tokenizer: Tokenizer
     if adds_bos is None:
         adds_bos = first is not None
         names["bos_token"] = first or names["bos_token"]
-    others = [file.stem for file in (directory / "additional_chat_templates").glob("*.jinja")]
+    left_out = [file.stem for file in (directory / "additional_chat_templates").glob("*.jinja")]
     if isinstance(template, list):  # several, by name
         templates = {each["name"]: each["template"] for each in template}
         template = templates.pop("default", None)
-        others += templates
-    if others:
-        logger.warning("%s: chat templates other than default are left out: %s", directory, ", ".join(sorted(others)))
+        left_out += templates
+    if left_out:
+        logger.warning("%s: chat templates other than default are left out: %s", directory, ", ".join(sorted(left_out)))
     if (directory / TEMPLATE_FILE).exists():
         try:
             template = (directory / TEMPLATE_FILE).read_text(encoding="utf-8")
@@ -115,9 +115,9 @@ def conventions_of(directory: Path, config: dict[str, Any], tokenizer: Tokenizer
             raise InputError(f"{directory / TEMPLATE_FILE}: must be UTF-8: {error}") from error
     adds_bos = bool(adds_bos) and names["bos_token"] is not None
     generation = {name: value for name, value in generation.items() if not _OWN_GENERATION.fullmatch(name)}
-    fields: dict[str, Any] = {"other_tokens": tokens, "generation": generation}
-    fields["padding_side"] = settings.get("padding_side", "right")
-    return Conventions(**names, adds_bos=adds_bos, end_tokens=tuple(sorted(ends)), chat_template=template, **fields)
+    others: dict[str, Any] = {"other_tokens": tokens, "generation": generation}
+    others["padding_side"] = settings.get("padding_side", "right")
+    return Conventions(**names, adds_bos=adds_bos, end_tokens=tuple(sorted(ends)), chat_template=template, **others)
 
 
 def saved_conventions(workdir: epath.PathLike) -> Conventions:
