@@ -283,9 +283,10 @@ def test_two_processes_stop_together_and_die_together(trained_root, tmp_path):
     killed_at = time.monotonic()
     survivor, killed = two.wait(30)
     assert time.monotonic() - killed_at < 30
-    # By a collective's error, or by a signal: the runtime aborts, and has crashed while Python was exiting.
+    # By a collective's error, or by a signal: the runtime aborts, and has crashed while Python was exiting. It aborts
+    # with EnforceNotMet if one device of the survivor has given up and its next collective meets the other's last one.
     assert survivor != 0
-    assert re.search("another task died|Gloo .* failed", two.texts()[0]), two.texts()
+    assert re.search("another task died|Gloo .* failed|gloo::EnforceNotMet", two.texts()[0]), two.texts()
     assert killed == -signal.SIGKILL
     assert checkpoint.restore_config(workdir)[0] == steps(workdir)[-1]
 
