@@ -63,7 +63,9 @@ def parse_json(file: str, content: bytes) -> dict[str, Any]:
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{file}: cannot be read as JSON: {error}") from error
+        is_pointer = content.startswith(b"version https://git-lfs")
+        advice = "; it is a pointer of git lfs, to download the file: git lfs pull" if is_pointer else ""
+        raise InputError(f"{file}: cannot be read as JSON: {error}{advice}") from error
     require(type(value) is dict, file, type(value).__name__, "must be a JSON object")
     return value
 

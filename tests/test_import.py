@@ -90,7 +90,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama-yarn": ("llama", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}}),
     "llama-dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 12}),
-    "llama-not-yet-dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 32}),
+    "llama-not-yet-dynamic": (
+        "llama",
+        {"rope_parameters": DYNAMIC | {"original_max_position_embeddings": 12}, "max_position_embeddings": 32},
+    ),
     "mistral": ("mistral", {"num_key_value_heads": 2, "sliding_window": 5}),
     "ministral": ("ministral", {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5, "layer_types": WINDOWS}),
     "qwen2": ("qwen2", {"num_key_value_heads": 2, **TIED}),
@@ -613,15 +616,19 @@ def stored(directory: Path, tensors: dict[str, np.ndarray], **changes: Any) -> P
 
 # Names of PyTorch's wrappers, AutoModel, `safetensors.torch.save_model`, multimodal models and the published GPT-2.
 NAMES = {
-    "wrapped": ("qwen2", lambda name: "module." + name.replace("layers.", "layers._orig_mod.")),
+    "wrapped": (
+        "qwen2",
+        lambda name: "module." + name.replace("layers.", "layers._orig_mod.").replace(".mlp", "._orig_module.mlp"),
+    ),
     "without its head": ("qwen2", lambda name: name.removeprefix("model.")),
     "embedding stored as the head": ("qwen2", lambda name: name.replace("model.embed_tokens", "lm_head")),
     "multimodal": ("qwen2", lambda name: name.replace("model.", "language_model.model.", 1)),
+    "head of GPT-NeoX since transformers 5.14": ("pythia", lambda name: name.replace("embed_out", "lm_head")),
     "gpt2": ("published-gpt2", lambda name: name.removeprefix("transformer.")),
 }
 
 
-@pytest.mark.parametrize("kind", [*[*NAMES][:4], pytest.param("gpt2", marks=pytest.mark.hf)])
+@pytest.mark.parametrize("kind", [*[*NAMES][:5], pytest.param("gpt2", marks=pytest.mark.hf)])
 def test_other_names_and_float64_give_the_same_model(kind, directories, runs, tmp_path):
     """There is also an index beside the file, which transformers ignores."""
     name, rename = NAMES[kind]
@@ -861,6 +868,10 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "index that lacks tensors": (
         index_only({NAME: "a.safetensors"}),
         f"embed_tokens.weight: is missing; .* are {NAME}$",
+    ),
+    "pointer of git lfs": (
+        lambda directory: (directory / "config.json").write_text("version https://git-lfs.github.com/spec/v1\n"),
+        "config.json: cannot be read as JSON: .*; it is a pointer of git lfs, to download the file: git lfs pull",
     ),
     "config that is a list": (lambda directory: (directory / "config.json").write_text("[1]"), "must be a JSON object"),
     "no config": (lambda directory: (directory / "config.json").unlink(), "must have config.json; in the hub"),

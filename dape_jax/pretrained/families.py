@@ -243,6 +243,7 @@ def _rotary(fields: Fields, max_length: int, base: float = 10_000.0, fraction: f
         rotary["factor"] = factor = scaling.take("factor", float)
     if kind == "dynamic":
         rotary["train_length"] = max_length
+        scaling.read.add("original_max_position_embeddings")  # LLaMA-Factory writes it; transformers does not read it
     if kind == "llama3":
         rotary["train_length"] = scaling.take("original_max_position_embeddings", int)
         rotary["low_frequency_factor"] = scaling.take("low_freq_factor", float)

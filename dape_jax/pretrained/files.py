@@ -32,7 +32,7 @@ _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.
 _COPIES = ["*/*", "consolidated*"]  # the same weights in other formats, as Mistral's and Meta's repositories have
 _SHOWN_CHARS = 200
 _DTYPES = ("F32", "F16", "BF16", "F64")  # supported dtypes; only float64 is rounded to float32
-_WRAPPERS = re.compile(r"\b(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_WRAPPERS = re.compile(r"\b(?:module|_orig_mod(?:ule)?|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _TEXT_PREFIX = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
 
 
@@ -74,17 +74,17 @@ class Source:
         with _reading(info.file), safetensors.safe_open(info.file, "numpy") as opened:
             return np.asarray(opened.get_tensor(info.name))
 
-    def named_like(self, embedding: str, is_tied: bool) -> "Source":
+    def named_like(self, embedding: str, head: str) -> "Source":
         """Return the source with the names that a model with its head has, and without tensors of other modalities.
 
         Wrappers of PyTorch add parts to names ("_orig_mod." of `torch.compile`, "module." of data parallelism), a model
         without its head lacks the first part ("model."), and the text model of a multimodal one has another
         ("language_model.model.", "model.language_model."). `safetensors.torch.save_model` stores a tied table as the
-        head.
+        head, and the head of GPT-NeoX has two names: transformers 5.14 changed it.
 
         Args:
             embedding: name of the embedding in the model with its head.
-            is_tied: whether the head is the embedding.
+            head: name of the tensor of the head, which is the embedding in a tied model.
         """
         prefix, own = f"{embedding.partition('.')[0]}.", embedding.partition(".")[2]
         tensors, others = {}, 0
@@ -102,9 +102,9 @@ class Source:
             logger.info("%s: %s tensors that are not of the text model are ignored", self.directory, f"{others:,}")
         if own and own in tensors:
             tensors = {name if name.startswith("lm_head.") else prefix + name: info for name, info in tensors.items()}
-        for head in HEADS:
-            if is_tied and embedding not in tensors and head in tensors:
-                tensors[embedding] = tensors.pop(head)
+        for name in HEADS:
+            if head not in tensors and name in tensors:
+                tensors[head] = tensors.pop(name)
         return dataclasses.replace(self, tensors=tensors)
 
 

@@ -54,7 +54,8 @@ def import_run(given: ImportFlags) -> None:
         require_package(package, "hf", "check", given.check)
     source = open_source(directory)
     family = family_of(source.config)
-    source = source.named_like(family.tensors["embedding_VD"].name or "", "unembedding_DV" not in family.tensors)
+    embedding = family.tensors["embedding_VD"]
+    source = source.named_like(embedding.name or "", family.tensors.get("unembedding_DV", embedding).name or "")
     length = family.max_length if given.train_length is None else given.train_length
     require(0 < length <= family.max_length, "train_length", length, f"must be 1 to {family.max_length}")
     num_ids = family.model["vocab_size"]
