@@ -105,7 +105,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("phi", {"num_key_value_heads": 2, "partial_rotary_factor": 0.75}),
     "phi3": ("phi3", {"num_key_value_heads": 2, "sliding_window": 5, "pad_token_id": None}),
     "phi3-long": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 10, "pad_token_id": None}),
-    "phi3-short": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 32, "pad_token_id": None}),
+    "phi3-short": (
+        "phi3",
+        {
+            "rope_parameters": LONG | {"original_max_position_embeddings": 10},
+            "original_max_position_embeddings": 32,
+            "pad_token_id": None,
+        },
+    ),
     "stablelm": ("stablelm", {"num_key_value_heads": 2, "use_qkv_bias": True, "partial_rotary_factor": 0.5}),
     "stablelm-parallel": (
         "stablelm",
@@ -315,6 +322,7 @@ def test_chat_templates_have_what_transformers_gives_them_or_are_refused(tmp_pat
         ("{{ raise_exception('no\n system') }}", ": no system$"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{% if %}", "Expected an expression"),
+        ("{% for tool in tools %}{% endfor %}", "'NoneType' object is not iterable"),
     ):
         with pytest.raises(InputError, match=rf"^chat_template.*{words}"):
             rendered(template)

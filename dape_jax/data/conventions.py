@@ -58,8 +58,7 @@ class Conventions:
         if self.chat_template is None:
             raise InputError("chat_template = None: the model has none; give prompts as text")
         require_package("transformers", "hf", "chat_template", self.chat_template[:40])
-        import jinja2  # large, like transformers, and needed only here
-        import transformers
+        import transformers  # large, and needed only here
 
         tokens: dict[str, Any] = {"bos_token": self.bos_token, "eos_token": self.eos_token, **self.other_tokens}
         empty = tokenizers.Tokenizer(tokenizers.models.BPE())  # only its special tokens are rendered
@@ -67,7 +66,7 @@ class Conventions:
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
         try:
             return str(renderer.apply_chat_template(messages, chat_template=self.chat_template, **options))
-        except jinja2.TemplateError as error:
+        except Exception as error:  # of jinja2, or of an operation in the template
             raise InputError(f"chat_template: {' '.join(str(error).split())}") from error
 
 

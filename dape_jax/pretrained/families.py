@@ -233,8 +233,8 @@ def _rotary(fields: Fields, max_length: int, base: float = 10_000.0, fraction: f
     scaling.check(kind in SCALINGS, "rope_type" if "rope_type" in scaling.config else "type", allowed)
     rotary, factor = {"name": SCALINGS[kind], **shared}, 1.0
     if rotary["name"] == "longrope":
-        original = fields.optional("original_max_position_embeddings", int)
-        original = scaling.take("original_max_position_embeddings", int, original)
+        original = scaling.optional("original_max_position_embeddings", int)
+        original = fields.take("original_max_position_embeddings", int, original)  # it takes precedence in transformers
         factor = scaling.take("factor", float, max_length / original)
         scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         rotary |= {"train_length": original, "attention_factor": scaling.take("attention_factor", float, scale)}
