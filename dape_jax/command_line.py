@@ -7,7 +7,9 @@ import io
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -91,6 +93,10 @@ def run(
     try:
         try:
             app.run(call, flags_parser=parse)
+        except Exception as error:
+            if _is_of_interrupt(error):
+                raise KeyboardInterrupt from error
+            raise
         finally:
             print(end="", flush=True)  # now, so that the reader of a pipe is missed here and not at the exit
         return
@@ -114,6 +120,8 @@ def run(
         status, lines = 2, [f"error: {fault}"]
     for line in lines:
         print(printable(line), file=sys.stderr)
+    if status == 130:
+        os._exit(status)  # the interpreter's own exit waits for threads, and may crash in a running XLA program
     sys.exit(status)
 
 
@@ -140,9 +148,19 @@ class _PlainFormatter(logging.Formatter):
         return f"{clock} {record.levelname.lower()}: {message}"
 
 
+def _is_of_interrupt(error: BaseException | None) -> bool:
+    """Return whether Ctrl-C has caused an error: an extension module that is being imported raises ImportError."""
+    return error is not None and (isinstance(error, KeyboardInterrupt) or _is_of_interrupt(error.__context__))
+
+
 def _print_unraisable(unraisable: Any) -> None:
-    """Print an unraisable exception, except those of TensorStore's threads after Orbax has closed its event loop."""
-    if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
+    """Print an unraisable exception, except those of TensorStore's threads after Orbax has closed its event loop.
+
+    A Ctrl-C that arrived in a callback of the garbage collector, such as JAX's, is repeated.
+    """
+    if unraisable.exc_type is KeyboardInterrupt:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    elif not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
         sys.__unraisablehook__(unraisable)
 
 

@@ -230,7 +230,6 @@ def test_help_lists_recipes_and_prints_sections(tmp_path):
 ENDINGS = {
     2: [InputError("a = 1: b", "c = 2: d"), "error: a = 1: b", "error: c = 2: d"],
     1: [PermissionError(13, "Permission denied", "a/b"), "error: [Errno 13] Permission denied: 'a/b'"],
-    130: [KeyboardInterrupt(), "interrupted"],
     138: [StoppedError("stopped", signal.SIGUSR1), "stopped"],
     143: [StoppedError("stopped"), "stopped"],
 }
@@ -245,6 +244,27 @@ def test_expected_errors_are_lines_and_a_status(status, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         command_line.run(main)
     assert (ended.value.code, capsys.readouterr().err.splitlines()) == (status, ENDINGS[status][1:])
+
+
+INTERRUPTED = """
+import gc, signal, time
+from dape_jax import command_line
+
+def main():
+    gc.callbacks.append(lambda *_: (gc.callbacks.clear(), signal.raise_signal(signal.SIGINT)))  # JAX has one
+    gc.collect()
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        raise ImportError("initialization failed")  # as extension modules do
+
+command_line.run(main)
+"""
+
+
+def test_an_interrupt_is_one_line_where_libraries_lose_it():
+    done = run_python("-c", INTERRUPTED)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
 def test_a_listing_ends_quietly_with_its_reader():
