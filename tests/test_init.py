@@ -140,10 +140,12 @@ def test_what_does_not_fit_is_refused_before_any_device_work(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_missing_source_is_refused_before_the_text_is_read(trained_root, tmp_path, monkeypatch):
+def test_a_wrong_source_or_workdir_is_refused_before_the_text_is_read(trained_root, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "open_source", None)  # calling it would be a TypeError
     with pytest.raises(InputError, match=r"init.source = '/nowhere/at/all': .*written by dape-train"):
         loop.train(tiny.spec(trained_root, init__source="/nowhere/at/all"), tmp_path / "run")
+    with pytest.raises(InputError, match=rf"^workdir = '{__file__}/run': cannot be written to: {__file__} is not a"):
+        loop.train(tiny.spec(trained_root), f"{__file__}/run")
 
 
 @pytest.mark.extra

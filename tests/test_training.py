@@ -122,7 +122,7 @@ def test_what_may_change_on_resume(trained_root, run):
     base = {}
     for fields in ({"optimizer__learning_rate": 0.5}, {"train__batch_size": 16}, extended | {"optimizer__beta1": 0.5}):
         with pytest.raises(InputError) as error:
-            changes(4, **fields)
+            changes(4, ("optimizer.beta1",), **fields)
         advised = re.findall(r"--change=(\S+)", str(error.value))
         assert len(changes(4, tuple(advised[0].split(",")), **fields)) == len(fields)
     assert len(changes(4, ("optimizer",), optimizer__beta1=0.5, optimizer__clip_norm=2.0)) == 2

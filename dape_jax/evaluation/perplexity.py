@@ -83,6 +83,15 @@ def evaluate(
     variants = rotary_variants(models, options.rotary)
     fields = ("evaluation.lengths", "evaluation.last_tokens", "evaluation.max_windows")
     require_same(models, *(["train.train_length"] if options.protocol == "delta" else []), *fields)
+    identities = [
+        [
+            model.identity
+            | {"name": variant_name(model, rotary), "train_length": model.run.train.train_length, "rotary": rotary}
+            for rotary in chosen
+        ]
+        for model, chosen in zip(models, variants, strict=True)
+    ]
+    methods_of([each for of_model in identities for each in of_model], options)  # refuses wrong names
 
     store, digests = common_text(models, options.data, options.split, options.verify)
     evaluation = models[0].run.evaluation
@@ -98,16 +107,6 @@ def evaluate(
         facts = {"stride": options.stride, "bos": bos}
     documents = np.array([window.document for window in windows])
     facts |= {"last_tokens": evaluation.last_tokens, "split": options.split}
-    identities = [
-        [
-            model.identity
-            | {"name": variant_name(model, rotary), "train_length": model.run.train.train_length}
-            | {"rotary": rotary, "data": digest, **facts}
-            for rotary in chosen
-        ]
-        for model, digest, chosen in zip(models, digests, variants, strict=True)
-    ]
-    methods_of([each for of_model in identities for each in of_model], options)  # refuses wrong names
     counts = store.num_documents, store.num_tokens, int((np.diff(store.offsets) < shortest).sum())
     message = "text: %s documents (%s tokens); %s of them are left out, being shorter than %s tokens"
     logger.info(message, *(f"{count:,}" for count in (*counts, shortest)))
@@ -123,7 +122,7 @@ def evaluate(
     num_bytes = None
     if store.tokenizer.decodes_tokens_alone:
         num_bytes = [scored_bytes(store, windows, n, min(n, evaluation.last_tokens)) for n in evaluation.lengths]
-    for model, of_model in zip(models, identities, strict=True):
+    for model, digest, of_model in zip(models, digests, identities, strict=True):
         mesh_of_model, params = restore(model)
         for identity in of_model:
             compiled = programs[*program_key(model), identity["rotary"]]
@@ -131,7 +130,8 @@ def evaluate(
             if options.stride is not None:
                 nll = {length: mask_unscored(of_all, windows) for length, of_all in nll.items()}
             scores = protocol.scores(documents, nll)._replace(num_bytes=num_bytes)
-            results.append(identity | protocol.result(scores, identity["train_length"]))
+            result = protocol.result(scores, identity["train_length"])
+            results.append(identity | {"data": digest, **facts} | result)
         del params  # before the next model's are read
     return save(protocol.stem, directory, results, options)
 

@@ -39,7 +39,7 @@ def allowed_changes(
     refused = differences(*configs, ignored=(*RESUMABLE_FIELDS, *kept, *change))
     fields, advice = [line.partition(":")[0] for line in refused], []
     if not differences(*configs, ignored=(*RESUMABLE_FIELDS, *CHANGEABLE_FIELDS)):
-        advice.append(f"--change={','.join(fields)} resumes with the new values")
+        advice.append(f"--change={','.join((*change, *fields))} resumes with the new values")
     if "train.num_steps" in fields:
         recipe = shlex.quote(f"configs/continued.py:source={workdir}")
         advice.append(

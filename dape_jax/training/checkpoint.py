@@ -83,10 +83,18 @@ def run_lock(workdir: epath.PathLike) -> Iterator[Callable[[], None]]:
 
 
 def require_writable_path(workdir: epath.PathLike) -> None:
-    r"""Raise `InputError` for a path that Orbax reads as a pattern, or TensorStore as another one: \ is its /."""
+    r"""Raise `InputError` for a path that cannot be created or written to, or that Orbax or TensorStore misreads.
+
+    Orbax reads it as a pattern, and for TensorStore \ is a /. Nothing is created.
+    """
     place = str(absolute(workdir))
     allowed = r"the path must not contain *, ? or [, which Orbax reads as a pattern, nor \, and must be UTF-8"
     require(re.search(r"[*?[\\\ud800-\udfff]", place) is None, "workdir", place, allowed)
+    if not is_remote(place):
+        nearest = next(path for path in (place, *epath.Path(place).parents) if os.path.exists(path))
+        is_writable = os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)
+        allowed = f"cannot be written to: {nearest} is not a directory in which this user may create files"
+        require(is_writable, "workdir", str(workdir), allowed)
 
 
 def write_config(workdir: epath.PathLike, config: dict[str, Any]) -> None:
