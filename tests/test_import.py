@@ -670,14 +670,18 @@ def test_other_names_and_float64_give_the_same_model(kind, directories, runs, tm
 @pytest.mark.hf
 @pytest.mark.extra
 def test_the_check_compares_with_transformers(directories, tmp_path, caplog):
-    """Check a model, and a multimodal one, whose text model is read. Without a tolerance, rounding is a difference."""
+    """Check a model, and multimodal ones, whose text model is read. Without a tolerance, rounding is a difference."""
     caplog.set_level("INFO", "dape_jax")
     vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     vision |= {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4}
     text = MODELS["llama3"][1] | SIZES | {"model_type": "llama"}
     config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=259)
     transformers.LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "llava")
-    for number, directory in enumerate((directories("llama3"), tmp_path / "llava")):
+    audio = {"d_model": 8, "encoder_layers": 1, "encoder_attention_heads": 1, "encoder_ffn_dim": 8, "num_mel_bins": 8}
+    text = SIZES | {"model_type": "qwen2", "num_key_value_heads": 2}
+    config = transformers.Qwen2AudioConfig(audio_config=audio, text_config=text)
+    transformers.Qwen2AudioForConditionalGeneration(config).save_pretrained(tmp_path / "audio")
+    for number, directory in enumerate((directories("llama3"), tmp_path / "llava", tmp_path / "audio")):
         import_run(ImportFlags(str(directory), str(tmp_path / f"run{number}"), tokenizer="bytes", check=True))
         found = re.findall(r"difference from transformers \S+ is (\S+) in logits of up to (\S+)", caplog.text)
         assert len(found) == number + 1

@@ -208,7 +208,7 @@ def compare_logits(source: Source, params: Params, config: TransformerConfig, me
     if source.config["model_type"] == "dape":
         loader = DapeForCausalLM  # not the directory's code, which is not trusted
     elif "text_config" in source.config:
-        loader = transformers.AutoModelForImageTextToText
+        loader = transformers.AutoModelForMultimodalLM
     shape = (2 * mesh.size, min(train_length, _CHECK_TOKENS))
     tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, shape)
     try:
