@@ -29,6 +29,7 @@ HARMLESS = re.compile(
     r"|license|author|created_date|prefix|tokenizer.*|.*_token_(ids?|index)|(add_)?(bos|eos|pad|unk|sep|cls|mask)_token"
     # training
     r"|.*dropout.*|.*_pdrop|.*initializer.*|init_std|.*checkpointing|.*loss.*|pretraining_tp|is_llama_config|finetuned"
+    r"|neftune_noise_alpha|perceiver_config|pixel_shuffle_factor"  # the last two are of SmolVLM's images
     # classification, generation and other outputs
     r"|.*label.*|problem_type|task_.*|finetuning_task|summary_.*|output_(attentions|hidden_states|scores|past)"
     r"|return_dict.*|generation.*|(use_)?cache(_implementation)?|is_decoder|do_sample|temperature|top_[kp]|typical_p"
@@ -187,8 +188,9 @@ def family_of(config: dict[str, Any]) -> Family:
     return family
 
 
-# Sizes that LLaVA leaves out of `text_config`: transformers' defaults for Llama, and for Mistral except the MLP's.
-LEFT_OUT = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11_008}
+# Sizes that LLaVA and Idefics 2 leave out of `text_config`: transformers' defaults.
+OF_LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11_008}
+LEFT_OUT = {"llama": OF_LLAMA, "mistral": OF_LLAMA | {"intermediate_size": 14_336}}
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -197,7 +199,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
         return config
     fields = Fields(config)
     text, kind = fields.take("text_config", dict), fields.take("model_type", str)
-    left_out = LEFT_OUT if Fields(text).optional("model_type", str) in ("llama", "mistral") else {}
+    left_out = LEFT_OUT.get(Fields(text).optional("model_type", str), {})
     fields.check(kind != "paligemma", "model_type", "is not supported: its prompts are not causal")
     shared = ("tie_word_embeddings", "quantization_config", "eos_token_id")
     return left_out | text | {name: config[name] for name in shared if name in config}
