@@ -211,6 +211,25 @@ def test_names_are_not_read_as_patterns_or_chains_of_file_systems(tmp_path: Path
     assert load_corpus(DataConfig(f"{tmp_path}/0::corpus")).digest == expected.digest
 
 
+def test_a_recursive_glob_ends_where_directories_link_each_other(tmp_path: Path):
+    """Directories that each link to the one above have 2^40 paths. Every file is found once."""
+    for name in ("a/b", "a-c/.hidden"):
+        (tmp_path / name).mkdir(parents=True)
+        write(tmp_path / name / "1.txt", b"text")
+        for i in range(2):
+            (tmp_path / name / f"up{i}").symlink_to(tmp_path)
+    (tmp_path / "linked").symlink_to(tmp_path / "a")
+    for pattern, found in {
+        "**": ["a/b/1.txt"],
+        "**/1.*": ["a/b/1.txt"],
+        "linked/**": ["linked/b/1.txt"],
+        "[al]*/**/b/*.txt": ["a/b/1.txt"],
+        "**/.hidden/1.txt": ["a-c/.hidden/1.txt"],
+    }.items():
+        paths = [Path(file.path).relative_to(tmp_path) for file in find_files([f"{tmp_path}/{pattern}"])]
+        assert [str(path) for path in paths] == found, pattern
+
+
 def test_remote_files_are_read(tmp_path: Path, expected: Corpus):
     system, root = fsspec.filesystem("memory"), f"/{tmp_path.name}"
     system.pipe(f"{root}/a.jsonl", b"".join(LINES[:20]))
@@ -445,7 +464,12 @@ def test_a_separator_is_given_with_escapes_and_named_if_it_is_seen(tmp_path: Pat
     write(tmp_path / "a.csv", b"id,text\n1,words\n")
     write(tmp_path / "b.csv.gz", gzip.compress(b"id,text\n2,words\n"))
     source = tmp_path / "*.csv*"
-    assert "a.csv is read as text, without the field 'text'" in warned("e")[1]
+    assert warned("e")[1].count("a.csv is read as text, without the field 'text'") == 1
+    write(tmp_path / "README.md", b"as data sets have it")
+    source = f"{tmp_path}/README.md,{tmp_path}/*.csv"
+    assert "a.csv is read as text, without the field 'text'" in warned("f")[1]
+    source = f"{tmp_path}/*.txt,{tmp_path}/*.csv"
+    assert "is read as text" not in warned("g")[1]
 
 
 def test_the_files_of_a_validation_set_are_held_out(tmp_path: Path):
@@ -797,6 +821,7 @@ def test_raw_text_needs_a_tokenizer_and_a_cache(tmp_path: Path):
         ({"tokenizer": None, "train_bpe": 9}, "train_bpe = 9: must be 257"),
         ({"end_of_document": "x"}, "end_of_document = 'x': needs a --tokenizer"),
         ({"text_field": "words"}, r"40 no text; .*'words' is missing; fields: \['text', 'meta',"),
+        ({"input": "EMPTY"}, r"no documents found: the files are empty$"),
         ({"input": "NULL"}, r"1 no text; .*'text' is null; --text_field"),
         ({"input": "ARRAY"}, r"1 no text; .*a list, not an object"),
         ({"where": ("meta",)}, "where = 'meta': must be field=value"),
@@ -809,6 +834,7 @@ def test_wrong_input_is_one_line(tmp_path: Path, changes: dict, message: str):
     source = write_input("jsonl", tmp_path / "in")
     paths = {"SOURCE": (source,), "PAIR": (f"{write_pair(tmp_path / 'pair', PAIR)}.bin",)}
     paths["ARRAY"] = (str(write(tmp_path / "array.jsonl", b'["a", "b"]')),)
+    paths["EMPTY"] = (str(write(tmp_path / "empty.jsonl.gz", gzip.compress(b""))),)
     paths["NULL"] = (str(write(tmp_path / "null.jsonl", b'{"text": null}')),)
     changes = {name: paths.get(str(value), value) for name, value in changes.items()}
     with pytest.raises(InputError, match=message):

@@ -240,7 +240,7 @@ def test_training_gives_the_size_that_was_asked_for_whatever_the_order_of_the_te
 
 
 def test_the_name_is_of_the_content_and_the_file_is_stored_as_it_is(tmp_path):
-    """Truncation and padding are ignored, not removed."""
+    """Truncation, padding and dropout are ignored, not removed."""
 
     def read(**changes: Any) -> tokenizers.Tokenizer:
         return read_tokenizer(write(tmp_path, FORMS["gpt2"] | changes))
@@ -251,9 +251,11 @@ def test_the_name_is_of_the_content_and_the_file_is_stored_as_it_is(tmp_path):
     assert name == read(model=dict(reversed(model.items()))).name
     assert name != read(model=model | {"merges": model["merges"][:-1]}).name
     truncation = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
-    tokenizer, text = read(truncation=truncation), "".join(TEXTS).encode()
-    assert json.loads(tokenizer.content) == FORMS["gpt2"] | {"truncation": truncation}
+    random_merges = model | {"dropout": 0.5}
+    tokenizer, text = read(truncation=truncation, model=random_merges), "".join(TEXTS).encode()
+    assert json.loads(tokenizer.content) == FORMS["gpt2"] | {"truncation": truncation, "model": random_merges}
     assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode(text).tolist() == tokenizer.encode_controls(text).tolist() == read().encode(text).tolist()
 
 
 # names and files

@@ -74,7 +74,7 @@ class HfTokenizer:
         InputError: the library rejects the file, or gives tokens other ids than the file, or there is no such `end`.
 
     Differs: special tokens that occur in a text are encoded as ordinary text, so that no text can end a document; no
-        special tokens are added to a text, and the file's truncation and padding are ignored.
+        special tokens are added to a text, and the file's truncation, padding and dropout of merges are ignored.
     """
 
     def __init__(self, content: str | bytes, where: str = "the tokenizer", end: str | None = None):
@@ -89,13 +89,11 @@ class HfTokenizer:
                 token[_END_MARK] = token["content"] == end
             self.content = json.dumps(parsed, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
             digest = hashlib.sha256(self.content.encode()).hexdigest()
-            self._library = tokenizers.Tokenizer.from_str(self.content)
+            self._library = _library(self.content)
         except Exception as error:  # the library raises only this class
             message = f"is not a {TOKENIZER_FILE} that the tokenizers library reads: {str(error)[:200]!r}"
             raise InputError(f"{where}: {message}") from error
         self._library.encode_special_tokens = True
-        self._library.no_truncation()
-        self._library.no_padding()
         model, vocab = self._library.model, self._library.get_vocab(with_added_tokens=False)
         added = self._library.get_added_tokens_decoder()
         id_of = {token.content: id for id, token in added.items()}
@@ -149,10 +147,7 @@ class HfTokenizer:
     @functools.cached_property
     def _prompting(self) -> tokenizers.Tokenizer:
         """The library as other programs use it: control tokens in a text are these tokens."""
-        library = tokenizers.Tokenizer.from_str(self.content)
-        library.no_truncation()
-        library.no_padding()
-        return library
+        return _library(self.content)
 
     @property
     def first_token(self) -> str | None:
@@ -187,6 +182,16 @@ class HfTokenizer:
 
 
 Tokenizer = Bytes | HfTokenizer
+
+
+def _library(content: str) -> tokenizers.Tokenizer:
+    """Return the library's tokenizer of a file, which encodes a text as a whole and always to the same ids."""
+    library = tokenizers.Tokenizer.from_str(content)
+    library.no_truncation()
+    library.no_padding()
+    if isinstance(library.model, tokenizers.models.BPE):
+        library.model.dropout = None
+    return library
 
 
 def read_tokenizer(spec: str, field: str = "data.tokenizer", end: str | None = None) -> Tokenizer:

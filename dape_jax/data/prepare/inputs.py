@@ -113,7 +113,7 @@ def _find_local(path: str) -> list[str]:
     elif os.path.exists(root):
         found = [root]
     else:
-        found = map(os.path.abspath, glob.glob(os.path.expanduser(path), recursive=True))
+        found = map(os.path.abspath, _matches(os.path.expanduser(path)))
     files = sorted(found)
     if missing := [file for file in files if not os.path.exists(file)]:  # as git-annex leaves files that it did not get
         logger.warning("%d links without a file left out, such as %s", len(missing), missing[0])
@@ -122,15 +122,33 @@ def _find_local(path: str) -> list[str]:
 
 def _walk(root: str, excluded: Collection[str] = ()) -> Iterator[str]:
     """Yield every file under root, except hidden files and files in linked directories."""
-
-    def stop(error: OSError) -> None:
-        raise error  # os.walk would otherwise skip an unreadable directory silently
-
-    for folder, subfolders, files in os.walk(root, onerror=stop):
+    for folder, subfolders, files in os.walk(root, onerror=_stop):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in excluded]
         if links := ", ".join(name for name in subfolders if os.path.islink(os.path.join(folder, name))):
             logger.warning("links to directories in %s left out: %s; '%s/**' follows them", folder, links, root)
         yield from (os.path.join(folder, name) for name in files if not name.startswith("."))
+
+
+def _matches(pattern: str) -> Iterator[str]:
+    """Yield the paths that match a glob; `**` also descends into linked directories, but into each directory once."""
+    parts = re.fullmatch(r"(?s)(|.*?/)\*\*(?:/(.*))?", pattern)
+    if parts is None:
+        yield from glob.glob(pattern)
+        return
+    visited = set[str]()
+    for root in sorted(glob.glob(parts[1])) if parts[1] else [""]:
+        for folder, subfolders, _ in os.walk(root or ".", onerror=_stop, followlinks=True):
+            if (path := os.path.realpath(folder)) in visited:
+                subfolders.clear()
+                continue
+            visited.add(path)
+            # In the order of the paths, in which a file that is found several times gets its name.
+            subfolders[:] = sorted((name for name in subfolders if not name.startswith(".")), key="{}/".format)
+            yield from _matches(os.path.join(glob.escape(folder), parts[2] or "*"))
+
+
+def _stop(error: OSError) -> None:
+    raise error  # os.walk would otherwise skip an unreadable directory silently
 
 
 def _stat(path: str) -> InputFile:

@@ -12,6 +12,7 @@ The first of these rules that applies divides a corpus:
 
 import hashlib
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -133,6 +134,9 @@ def _documents(inputs: Inputs, field: str) -> Iterator[Found]:
     """
     config, files = inputs.config, inputs.files
     reasons, details, num_documents = Counter[str](), dict[str, str](), 0
+    tables = {each.path for each in files if re.search(r"\.(json|csv|tsv)(\.(gz|bz2|xz|zst))?$", each.path.lower())}
+    if any(each.path not in tables and os.path.basename(each.path) != "README.md" for each in files):
+        tables.clear()  # among texts, they may be texts
     for found in divided(inputs):
         path, content = files[found.file].path, found.content
         if isinstance(content, LeftOut):
@@ -147,11 +151,13 @@ def _documents(inputs: Inputs, field: str) -> Iterator[Found]:
                 if (count := content.count(token.encode())) > 1:
                     flag = f"--document_separator='{token}' (in training, --config.data.document_separator)"
                     logger.warning("%s has %d times %s: %s divides it", path, count, token, flag)
-            if all(re.search(r"\.(json|csv|tsv)(\.(gz|bz2|xz|zst))?$", each.path.lower()) for each in files):
-                advice = "records are read from JSON lines, parquet and JSON arrays of objects (see --text_field)"
-                logger.warning("%s is read as text, without the field %r: %s", path, config.text_field, advice)
+        if found.is_text and path in tables:
+            advice = "records are read from JSON lines, parquet and JSON arrays of objects (see --text_field)"
+            logger.warning("%s is read as text, without the field %r: %s", path, config.text_field, advice)
+            tables.clear()
         yield found
-    paths, why = ",".join(getattr(config, field)), "; ".join([described(reasons), *details.values()])
+    paths = ",".join(getattr(config, field))
+    why = "; ".join([described(reasons), *details.values()]) if reasons else "the files are empty"
     require(num_documents > 0, field, paths, f"no documents found: {why}")
 
 
