@@ -485,6 +485,9 @@ def test_a_tokenizer_of_two_files_is_converted(directories, tmp_path, text, monk
     (copy / "vocab.json").write_text("[]")
     with pytest.raises(InputError, match=r"vocab.json cannot be converted: "):
         source_tokenizer(copy, 300)
+    (copy / "tokenizer.model").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(InputError, match=r"tokenizer.model cannot be converted: .*git lfs pull"):
+        source_tokenizer(copy, 300)
 
 
 @pytest.mark.hf

@@ -116,7 +116,8 @@ def _convert_tokenizer(directory: Path, folder: str) -> None:
         transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False).save_pretrained(folder)
     except Exception as error:  # of many kinds: a damaged file, or the package sentencepiece is missing
         reason = " ".join(str(error).split())[:200]
-        advice = "; it needs the package sentencepiece, or tiktoken" if others[0] == "tokenizer.model" else ""
+        advice = "; it needs the package sentencepiece, or tiktoken (in a clone: git lfs pull)"
+        advice = advice if others[0] == "tokenizer.model" else ""
         raise InputError(f"source = {str(directory)!r}: {others[0]} cannot be converted: {reason}{advice}") from error
 
 
