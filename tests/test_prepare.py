@@ -456,8 +456,9 @@ def test_a_separator_is_given_with_escapes_and_named_if_it_is_seen(tmp_path: Pat
     assert "--document_separator='</s>' " in caplog.text
     assert (number, warned("b", document_separator="<|endoftext|>")) == (2, (40, ""))
     assert "'###': separates nothing" in warned("c", document_separator="###")[1]
-    for output, separator in (("d", "\n\n"), ("windows", "\r\n\r\n")):
-        write(source, separator.join(text.replace("\n", "") for text in DOCUMENTS).encode())
+    for output, separators in (("d", ["\n\n"]), ("windows", ["\r\n\r\n"]), ("both", ["\n\n", "\r\n\r\n"])):
+        lines = [text.replace("\n", "") + separators[i * len(separators) // 40] for i, text in enumerate(DOCUMENTS)]
+        write(source, "".join(lines).encode())
         assert warned(output, document_separator=r"\n\n") == (40, "")
     data = DataConfig(str(source), "bytes", str(tmp_path / "cache"), 0.3, 0, document_separator="\n\n")
     assert load_corpus(data).digest == open_corpus(tmp_path / "d").digest
@@ -486,7 +487,10 @@ def test_the_files_of_a_validation_set_are_held_out(tmp_path: Path):
     made = prepare(config(train, tmp_path / "c", validation=(str(test),), max_length=1000)).corpus
     assert "".join(texts(made)) == 2 * TEXT  # longer texts are cut, if nothing else is in their split
     empty = write(tmp_path / "empty.txt")
-    for wrong, words in (("nothing", "no files there"), (empty, "no documents found: 1 too short")):
+    for wrong, words in (
+        ("nothing", "no files there"),
+        (empty, "no documents found: 1 too short; .*: 1: too short, min_length = 1"),
+    ):
         with pytest.raises(InputError, match=rf"validation = .*: {words}"):
             prepare(config(train, tmp_path / "d", validation=(f"{tmp_path / wrong}",)))
 

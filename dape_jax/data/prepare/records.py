@@ -154,10 +154,8 @@ def _records(path: str, config: PrepareConfig, is_alone: bool) -> Iterator[Conte
             others = "give text in UTF-8, JSON lines or parquet; archives are not unpacked"
             flat = "it has no .idx, and token files without one are not supported"
             yield LeftOut("binary file", f"a NUL byte: {flat if path.lower().endswith('.bin') else others}")
-        elif (separator := config.separator) is not None:
-            if b"\r\n" in head and b"\r" not in separator:
-                separator = separator.replace(b"\n", b"\r\n")
-            yield from between(content, separator, config.max_length)
+        elif config.separator is not None:
+            yield from between(content, config.separator, config.max_length)
         elif is_alone:
             yield from _pieces(content, min(config.max_length, PIECE_BYTES))
         else:
@@ -230,19 +228,24 @@ def _parse(text: bytes) -> Any:
 
 
 def between(content: Any, separator: bytes, max_length: int) -> Iterator[bytes | LeftOut]:
-    """Yield the parts of a text between separators, without line breaks next to these and without blank parts."""
+    """Yield the parts of a text between separators, without line breaks next to these and without blank parts.
+
+    A line break of the separator is also one of Windows.
+    """
+    pattern, longest = re.escape(separator), 2 * len(separator)
+    pattern = pattern if b"\r" in separator else pattern.replace(b"\\\n", rb"\r?\n")
     rest, is_too_long, is_end = b"", False, False
     while not is_end:
         # More is read while there is no separator: otherwise the time is quadratic.
         block = content.read(max(_BLOCK, len(rest)))
         is_end = not block
-        *parts, rest = (rest + block).split(separator)
+        *parts, rest = re.split(pattern, rest + block)
         for part in [*parts, rest] if is_end else parts:
             if is_too_long or part.strip():
                 yield LeftOut("too long") if is_too_long else part.strip(b"\r\n")
             is_too_long = False
-        if len(rest) > max_length + len(separator):
-            rest, is_too_long = rest[-len(separator) :], True
+        if len(rest) > max_length + longest:
+            rest, is_too_long = rest[-longest:], True
 
 
 def _pieces(content: Any, length: int) -> Iterator[bytes]:

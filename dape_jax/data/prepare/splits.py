@@ -134,6 +134,7 @@ def _documents(inputs: Inputs, field: str) -> Iterator[Found]:
     """
     config, files = inputs.config, inputs.files
     reasons, details, num_documents = Counter[str](), dict[str, str](), 0
+    limits = {"too short": f"min_length = {config.min_length}", "too long": f"max_length = {config.max_length}"}
     tables = {each.path for each in files if re.search(r"\.(json|csv|tsv)(\.(gz|bz2|xz|zst))?$", each.path.lower())}
     if any(each.path not in tables and os.path.basename(each.path) != "README.md" for each in files):
         tables.clear()  # among texts, they may be texts
@@ -142,7 +143,7 @@ def _documents(inputs: Inputs, field: str) -> Iterator[Found]:
         if isinstance(content, LeftOut):
             reasons[content.reason] += 1
             if len(details) < _SHOWN:
-                detail = content.detail or content.reason
+                detail = content.detail or f"{content.reason}, {limits[content.reason]}"
                 details.setdefault(detail, f"{path}: {found.number}: {detail}")
             continue
         num_documents += 1
