@@ -270,8 +270,9 @@ def test_of_equal_logits_the_lower_ids_are_kept():
     # The fewest of five, each 0.2, that reach 0.5: three.
     assert set(draw([0.0] * 5, Sampling(top_p=0.5))) == {0, 1, 2}
     assert set(draw([0.0] * 4, Sampling(top_p=0.5))) == {0, 1}
-    for temperature in (1e-300, 1e-30, 1e-3):  # close to greedy, and finite
-        assert set(draw([5.0, 7.0, -3.0], Sampling(temperature))) == {1}
+    for small in (1e-300, 1e-30, 1e-3):  # close to greedy, and finite
+        assert set(draw([5.0, 7.0, -3.0], Sampling(small))) == {1}
+        assert set(draw([5.0, 7.0, -3.0], Sampling(top_p=small))) == {1}
 
 
 # ---- what is refused

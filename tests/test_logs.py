@@ -212,10 +212,11 @@ def events_of(file: Path) -> list:
     return events
 
 
-def test_repeated_steps_replace_earlier_ones_and_a_cut_line_is_removed(tmp_path):
+def test_repeated_steps_replace_earlier_ones_and_damaged_lines_are_removed(tmp_path):
     run = RunConfig.from_dict(tiny.spec(tmp_path))
     file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1, "a/x": 1.5}\n{"step": 2, "a/x": "nan"}\n{"step": 3, "a/x": 9}\n{"step": 2, "a/')
+    damaged = '[1]\n{"a/x": 1}\n{"step": "2"}\n{"step": 2, "a/'
+    file.write_text('{"step": 1, "a/x": 1.5}\n{"step": 2, "a/x": "nan"}\n{"step": 3, "a/x": 9}\n' + damaged)
     assert set(metrics.read_metrics(tmp_path)["a/x"]) == {1, 2, 3}
     with metrics.MetricLogger(AppendedFiles(tmp_path), run, start=2) as metric_logger:
         metric_logger.log_validation(4, {"loss_nats": 2.0})

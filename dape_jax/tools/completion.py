@@ -73,7 +73,8 @@ def sample(logits_BV: Float[Array, "B V"], keys_B: Key[Array, "B"], sampling: Sa
         return jnp.argmax(logits_BV, axis=-1)
     # Subtract the maximum first, so that no small temperature overflows.
     logits_BV = logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)
-    logits_BV = logits_BV / max(sampling.temperature, float(jnp.finfo(logits_BV.dtype).tiny))
+    tiny = float(jnp.finfo(logits_BV.dtype).tiny)  # smaller numbers are 0 on the device
+    logits_BV = logits_BV / max(sampling.temperature, tiny)
     if sampling.top_k is not None or sampling.top_p is not None:
         order_BV = jnp.argsort(logits_BV, axis=-1, descending=True)
         ranked_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
@@ -84,7 +85,7 @@ def sample(logits_BV: Float[Array, "B V"], keys_B: Key[Array, "B"], sampling: Sa
         if sampling.top_p is not None and sampling.top_p < 1:
             before_BV = jnp.cumsum(jax.nn.softmax(ranked_BV, axis=-1), axis=-1)[:, :-1]
             before_BV = jnp.pad(before_BV, ((0, 0), (1, 0)))
-            ranked_BV = jnp.where(before_BV < sampling.top_p, ranked_BV, -jnp.inf)
+            ranked_BV = jnp.where(before_BV < max(sampling.top_p, tiny), ranked_BV, -jnp.inf)
         logits_BV = jnp.take_along_axis(ranked_BV, jnp.argsort(order_BV, axis=-1), axis=-1)
     return jax.vmap(jax.random.categorical)(keys_B, logits_BV)
 

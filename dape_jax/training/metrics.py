@@ -175,11 +175,13 @@ class MetricLogger(contextlib.ExitStack):
 
 
 def _lines(file: epath.Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of `metrics.jsonl`, except a cut one; none if the file is missing."""
+    """Yield the lines of `metrics.jsonl`, except a cut or damaged one; none if the file is missing."""
     with contextlib.suppress(FileNotFoundError):
-        for line in file.read_bytes().splitlines():
+        for content in file.read_bytes().splitlines():
             with contextlib.suppress(ValueError):
-                yield json.loads(line)
+                line = json.loads(content)
+                if isinstance(line, dict) and type(line.get("step")) is int:
+                    yield line
 
 
 def read_metrics(workdir: epath.PathLike) -> dict[str, dict[int, float]]:
