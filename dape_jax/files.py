@@ -15,6 +15,17 @@ from dape_jax.errors import InputError, require
 from dape_jax.storage import is_remote
 
 
+@contextlib.contextmanager
+def name_errors(path: epath.PathLike) -> Iterator[None]:
+    """Name `path` in an `OSError` of the block that names no file, such as that of a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def write_atomically(file: epath.PathLike, content: bytes) -> None:
     """Write a file atomically: readers see the old or the new content, even after a power failure.
 
@@ -27,7 +38,7 @@ def write_atomically(file: epath.PathLike, content: bytes) -> None:
         return
     partial = file.with_name(f".{file.name}.{uuid.uuid4().hex}.partial")
     try:
-        with open(partial, "xb") as opened:  # x: do not follow a symbolic link created by another user
+        with name_errors(file), open(partial, "xb") as opened:  # x: follow no symbolic link of another user
             opened.write(content)
             opened.flush()
             os.fsync(opened.fileno())

@@ -100,6 +100,17 @@ def test_another_config_in_the_same_workdir_is_refused_with_the_difference(train
     assert (run / "config.json").read_text() == before
 
 
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    """A write that fails names no file."""
+
+    def write(*_):
+        Path("/dev/full").write_text("a")
+
+    monkeypatch.setattr(loop, "follow_corpus", write)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}'"):
+        loop.train({}, tmp_path)
+
+
 def test_what_may_change_on_resume(trained_root, run):
     """Following the advice of the refusal is accepted; a schedule may change if no rate of a step that is done does."""
 

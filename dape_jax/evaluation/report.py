@@ -63,10 +63,10 @@ def save(
     files |= {name: (make(caption, rows).rstrip() + "\n").encode() for name, make in FORMATS.items() if name in formats}
     if figure is not None:
         files |= {name: image_of(figure, name) for name in IMAGES if name == "png" or name in formats}
+    text = text_table(caption, rows)
+    print(text, flush=True)  # before the files, for which the disk may be full
     for suffix, file_content in files.items():
         write_atomically(directory / f"{stem}.{suffix}", file_content)
-    text = text_table(caption, rows)
-    print(text, flush=True)
     return ReportPaths(directory, text, None if figure is None else directory / f"{stem}.png")
 
 

@@ -22,6 +22,7 @@ from dape_jax.data.store import follow_corpus
 from dape_jax.data.tokenizers import save_tokenizer
 from dape_jax.distributed import PreemptionGuard, SharedTimer, process_zero_only, require_same, wait_for_all
 from dape_jax.errors import require, require_package
+from dape_jax.files import name_errors
 from dape_jax.model.transformer import Params, attention_of, model_structure, parameter_counts
 from dape_jax.provenance import describe, package_versions, provenance, record_start
 from dape_jax.sharding import make_mesh, put_batch
@@ -60,7 +61,7 @@ def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False, c
             earlier checkpoints are kept.
         StoppedError: SIGTERM or SIGUSR1; the state is saved.
     """
-    with AppendedFiles(workdir) as files, train_log(files) as open_log:
+    with name_errors(workdir), AppendedFiles(workdir) as files, train_log(files) as open_log:
         _train(spec, files, verify, change, open_log)
 
 

@@ -38,7 +38,7 @@ from dape_jax.data.prepare.splits import Inputs, described, divided, find_cut
 from dape_jax.data.store import FORMAT_VERSION, Corpus, DataConfig, TokenStore, open_corpus, verify_stores
 from dape_jax.data.tokenizers import TOKENIZER_FILE, read_tokenizer, save_tokenizer, saved_tokenizer, train_bpe
 from dape_jax.errors import InputError, printable, require
-from dape_jax.files import json_digest, read_json, write_json
+from dape_jax.files import json_digest, name_errors, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def prepare(config: PrepareConfig, is_cache: bool = False) -> Prepared:
     work = Path(f"{output}.partial")
     if not output.exists():
         output.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(output.with_name(f".{output.name}.lock")):
+        with name_errors(output), filelock.FileLock(output.with_name(f".{output.name}.lock")):
             if not output.exists():  # unless the process that had the lock made it
                 _build(inputs, work)
                 os.rename(work / CORPUS_DIRECTORY, output)
