@@ -568,6 +568,8 @@ DAMAGED = {
     "cut": ("a.parquet", parquet_file(text=["a"])[:-9], [(1, "damaged file")]),
     "empty": ("a.parquet", b"", [(1, "damaged file")]),
     "cut stream": ("a.arrow", FILES["arrow"][:-4], [(41, "damaged file")]),
+    # Integers of 128 bits: what pyarrow does not support is another kind of error.
+    "wide stream": ("a.arrow", arrow(ipc.new_stream, text=["a"], n=[1]).replace(b"@", b"\x80"), [(1, "damaged file")]),
     "empty stream": ("a.arrow", b"", [(1, "damaged file")]),
 }
 DAMAGED |= {

@@ -35,8 +35,8 @@ else:
 
 logger = logging.getLogger(__name__)
 
-# Also BadGzipFile, an OSError; errors of pyarrow, ValueErrors and OSErrors; UnicodeError and InputError, ValueErrors.
-DAMAGE = (EOFError, OSError, ValueError, zlib.error, lzma.LZMAError, zstd.ZstdError)
+# Among them BadGzipFile, an OSError; errors of pyarrow, of the first four; UnicodeError and InputError, ValueErrors.
+DAMAGE = (EOFError, NotImplementedError, OSError, ValueError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 
 _WINDOW = zstd.DecompressionParameter.window_log_max.bounds()[1]  # files of `zstd --long` need more than the default
 _COMPRESSIONS: dict[bytes, Callable[..., Any]] = {  # first bytes, as a pattern, and how to open
