@@ -43,7 +43,8 @@ class StoppedError(RuntimeError):
 def require(condition: bool, field: str, value: object, allowed: str) -> None:
     """Raise `InputError("field = value: allowed")` unless the condition holds."""
     if not condition:
-        raise InputError(f"{field} = {value!r}: {allowed}")
+        first_line = repr(value).partition("\n")[0]  # modules of Flax have many lines
+        raise InputError(f"{field} = {first_line}: {allowed}")
 
 
 def require_package(package: str, extra: str, field: str, value: object) -> None:

@@ -449,7 +449,19 @@ def flat_bias(q_pos_T, k_pos_S, *, causal=True):
     return jnp.zeros((1, len(q_pos_T), len(k_pos_S)))
 
 
+class FlatContent(nnx.Module):
+    def from_content(self, content, *, causal):
+        return content.scores_BHTS[:, :1]
+
+
+def contextual(config, num_heads, head_dim):
+    return {"bias": config().build(num_heads, head_dim, nnx.Rngs(0))}
+
+
 WRONG_OPTIONS = [
+    ({"bias": FlatContent()}, "bias FlatContent = ", r"must return \[B, H, T, S\] = \(2, 2, "),
+    (contextual(dape_jax.CopeConfig, 2, 8), r"bias Cope: head_dim = \(8,\)", r"must be \(4,\)"),
+    (contextual(dape_jax.TransformerXLConfig, 1, 4), r"bias TransformerXL: .* = \(1, 4\)", r"must be \(2, 4\)"),
     ({"processor": Flat()}, "processor Flat.*", r"must return \[B, H, T, S\] = \(2, 2, "),
     ({"processor": DapeConfig()}, r"processor = DapeConfig\(", r"its build\(\) returns"),
     ({"processor": lambda *x: x[0]}, "processor = 'function'", "subclass of Processor"),
@@ -482,6 +494,9 @@ def test_a_name_in_place_of_an_object_of_the_model_is_refused():
     for field in ("rotary", "alternate_rotary", "bias", "processor", "attention"):
         with pytest.raises(dape_jax.InputError, match=f"^model.{field} = 'kerple': must be an instance of [A-Z]"):
             TransformerConfig(2, 16, 4, vocab_size=11, **{field: "kerple"})
+    module = KerpleConfig().build(4, 4, nnx.Rngs(0))
+    with pytest.raises(dape_jax.InputError, match=r"^model.bias = Kerple\(.*: must be an instance of BiasConfig$"):
+        TransformerConfig(2, 16, 4, vocab_size=11, bias=module)
 
 
 B, T, H, G, K = 2, 16, 4, 2, 8
@@ -531,6 +546,15 @@ def test_wrong_arrays_are_named():
     ):
         with pytest.raises(dape_jax.InputError, match=words):
             dape_jax.score(*args, **options)
+    for pos in (jnp.arange(1), jnp.zeros((B, 1), int), jnp.zeros((B + 1, T), int), 3):
+        with pytest.raises(dape_jax.InputError, match=r"pos.shape = \(.*: must be \[T\] or \[B, T\]"):
+            dape_jax.Rope()(x, pos)
+    np.testing.assert_array_equal(dape_jax.Rope()(x + 1, list(range(T))), dape_jax.Rope()(x + 1, jnp.arange(T)))
+    scores, visible = jnp.zeros((B, H, T, T)), jnp.tril(jnp.ones((T, T), bool))
+    weights = nnx.to_pure_dict(nnx.state(DapeConfig(channels=2).build(H, rngs=nnx.Rngs(0))))
+    for bias in (scores[0], scores[:1, :1]):  # without the batch dim, of one head
+        with pytest.raises(dape_jax.InputError, match=r"bias_BHTS.shape = \(.*: must be \[1, H, T, S\] or"):
+            dape_jax.dape(scores, bias, visible, **weights)
     visible, scores = np.tril(np.ones((T, T), bool)), np.zeros((B, H, T, T), np.float32)
     for mask in (np.where(visible, 0.0, -1e9), visible.astype(int), np.tile(visible, (H, 1, 1))):
         with pytest.raises(dape_jax.InputError, match=r"mask = .*: must be booleans, \[T, S\] or \[B, 1, T, S\]"):

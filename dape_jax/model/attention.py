@@ -290,17 +290,22 @@ def _bias(bias: Any, content: Content, positions: Positions, causal: bool) -> Fl
         _check_returned("bias", bias, bias_HTS, "H, T, S", content.scores_BHTS.shape[1:])
         return bias_HTS
 
+    def of_content(content: Content) -> Float[Array, "B H T S"]:
+        bias_BHTS = bias.from_content(content, causal=causal)
+        _check_returned("bias", bias, bias_BHTS, "B, H, T, S", content.scores_BHTS.shape)
+        return bias_BHTS
+
     def of_sequence(content: Content) -> Float[Array, "H T S"]:
         q, k, scores, visible, q_pos_T, k_pos_S = content
         with_batch = Content(q[None], k[None], scores[None], visible[None], q_pos_T, k_pos_S)
-        return bias.from_content(with_batch, causal=causal)[0]
+        return of_content(with_batch)[0]
 
     q_pos_T, k_pos_S, q_start_BT, k_start_BS = positions
     is_contextual = isinstance(bias, ContextualBias)
     if bias is None:
         return None
     if q_start_BT is None or k_start_BS is None or isinstance(bias, DistanceBias):
-        return bias.from_content(content, causal=causal) if is_contextual else of_positions(q_pos_T, k_pos_S)[None]
+        return of_content(content) if is_contextual else of_positions(q_pos_T, k_pos_S)[None]
     pos = q_pos_T[None] - q_start_BT, k_pos_S[None] - k_start_BS
     if is_contextual:
         return jax.vmap(of_sequence)(content._replace(q_pos_T=pos[0], k_pos_S=pos[1]))

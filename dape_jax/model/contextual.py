@@ -55,6 +55,11 @@ class ContextualBias(Protocol):
         ...
 
 
+def _check_built(name: str, field: str, built: tuple[int, ...], needed: tuple[int, ...]) -> None:
+    """Raise `InputError` if a module was built for other heads than those of the queries."""
+    require(built == needed, f"bias {name}: {field}", built, f"must be {needed}, as in q_BTHK")
+
+
 class Cope(nnx.Module):
     """CoPE: a key's position is the sum of the gates from the key to the query.
 
@@ -80,6 +85,7 @@ class Cope(nnx.Module):
         allowed = "must be another bias: CoPE counts earlier keys, so it needs causal attention"
         require(causal, "model.bias", "cope", allowed)
         (q_BTHK, _, scores_BHTS, mask, *_), table_KP = content, self.table_KP[...]
+        _check_built("Cope", "head_dim", table_KP.shape[:1], q_BTHK.shape[3:])
         pos_BHTS = jax.lax.cumsum(jnp.where(over_heads(mask), jax.nn.sigmoid(scores_BHTS), 0), axis=3, reverse=True)
         last, dtype = table_KP.shape[1] - 1, scores_BHTS.dtype
         pos_BHTS = jnp.where(pos_BHTS <= last, pos_BHTS, last)
@@ -136,6 +142,7 @@ class TransformerXL(nnx.Module):
         dtype, operands = scores_BHTS.dtype, q_BTHK.dtype
         matmul = {"precision": full_precision(operands), "preferred_element_type": dtype}
         relative_DHK, content_HK, position_HK = self.relative_DHK[...], self.content_HK[...], self.position_HK[...]
+        _check_built("TransformerXL", "num_heads, head_dim", content_HK.shape, q_BTHK.shape[2:])
         width = relative_DHK.shape[0]
         frequency_m = jnp.asarray(10_000.0 ** (-np.arange(0, width, 2) / width), dtype)
 

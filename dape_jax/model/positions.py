@@ -86,7 +86,15 @@ class Rope:
         return self
 
     def __call__(self, x_BTHK: Heads, pos: RowPositions) -> Heads:
-        """Rotate `x_BTHK` by its positions, computing in float32 or better; return the dtype of `x_BTHK`."""
+        """Rotate `x_BTHK` by its positions, computing in float32 or better; return the dtype of `x_BTHK`.
+
+        Raises:
+            InputError: there is not one position for each row.
+        """
+        pos, (batch, num_rows) = jnp.asarray(pos), x_BTHK.shape[:2]
+        allowed = f"must be [T] or [B, T], as x_BTHK.shape = {x_BTHK.shape} is [B, T, H, K]"
+        is_right = x_BTHK.ndim == 4 and pos.shape in ((num_rows,), (1, num_rows), (batch, num_rows))
+        require(is_right, "pos.shape", pos.shape, allowed)
         args = ([x_BTHK], [pos]) if pos.ndim == 1 else ([x_BTHK, pos], [])
         return split_batch(self._rotate, *args)
 

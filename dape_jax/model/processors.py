@@ -318,7 +318,7 @@ def dape(
 
     Raises:
         InputError: an option is wrong, bias_WHC is given without a bias, neither scores_WHC nor bias_WHC is given, or
-            the kernels and the scores have different numbers of heads.
+            the kernels or the bias and the scores have different numbers of heads.
 
     Source: the paper's equations 3 to 5, its listing (appendix L) for "centered", section 3.3 ("padding of k-1") for
         "causal", section 4.5 for the leak; without the residual, equation 2.
@@ -338,6 +338,11 @@ def dape(
         require(ends_anywhere, "segment_ids", "given", f"must be None with {name}, which depends on keys after a row")
     heads = {kernel.shape[1] for kernel in (scores_WHC, bias_WHC) if kernel is not None} | {num_outputs}
     require(heads == {scores_BHTS.shape[1]}, "heads of the kernels", heads, f"must be {scores_BHTS.shape[1]}")
+    if bias_BHTS is not None:
+        batch_heads = scores_BHTS.shape[:2]
+        is_right = bias_BHTS.ndim == 4 and bias_BHTS.shape[:2] in (batch_heads, (1, batch_heads[1]))
+        allowed = f"must be [1, H, T, S] or [B, H, T, S], with [B, H] = {list(batch_heads)}"
+        require(is_right, "bias_BHTS.shape", bias_BHTS.shape, allowed)
     dtype = jnp.dtype(scores_BHTS.dtype if dtype is None else dtype)
 
     def convolved(x_BHTS: Float[Array, "_ H T S"], kernel_WHC: Float[Array, "W H C"]) -> Float[Array, "_ T J C"]:
