@@ -704,6 +704,9 @@ def test_old_names_of_options_mean_the_same(directories):
     old = new | {"rope_theta": LLAMA3["rope_theta"], "rope_scaling": LLAMA3}
     both = old | {"partial_rotary_factor": 1.0}  # as levanter writes them
     assert family_of(both).model == family_of(new).model
+    floats = LLAMA3 | {"original_max_position_embeddings": 16.0}  # LLaMA-Factory multiplies lengths by floats
+    found = family_of(new | {"max_position_embeddings": 64.0, "rope_parameters": floats})
+    assert (found.model, found.max_length) == (family_of(new).model, 64)
     del old["rope_parameters"]
     assert family_of(old).model == family_of(new).model
     new = json.loads((directories("pythia") / "config.json").read_text())

@@ -108,6 +108,7 @@ class Fields:
         """Return a field, None if it is null, or `missing` if the config does not have it."""
         self.read.add(name)
         value = self.config[name] if name in self.config else missing
+        value = int(value) if kind is int and type(value) is float and value.is_integer() else value  # 8192.0
         is_right = value is None or type(value) is kind or (kind is float and type(value) is int)
         self.check(is_right, name, f"must be of type {kind.__name__}")
         return float(value) if kind is float and value is not None else value
