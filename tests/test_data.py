@@ -308,6 +308,7 @@ def test_a_changed_byte_is_detected(pristine: Path, name: str, bits: int, is_cut
         ({"split": "test"}, r"split, fingerprint = \(2, 'test', "),
         ({"fingerprint": "0"}, r"split, fingerprint = \(2, 'validation', '0'\)"),
         ({"digest": "0" * 64}, "digest = '000"),
+        ({"tokenizer": ["bytes"]}, r"tokenizer = \['bytes'\]: must be of type str"),
     ],
 )
 def test_a_sidecar_that_does_not_fit_is_named(copy: Path, change: dict | None, message: str):
@@ -319,16 +320,32 @@ def test_a_sidecar_that_does_not_fit_is_named(copy: Path, change: dict | None, m
         assert loaded.validation.tokenizer
 
 
-def test_ids_beyond_the_vocabulary_are_refused(copy: Path):
-    """Another program may write a store with a right digest and wrong ids."""
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda tokens, offsets: (np.where(np.arange(tokens.size) == 7, 257, tokens), offsets),
+            "id = 257: must be 0 to 256",
+        ),
+        (lambda tokens, offsets: (tokens, offsets[::-1]), r"offsets\.npy: first and last .* must rise from 0 to \d+,"),
+        (lambda tokens, offsets: (tokens, offsets + 1), r"first and last offset = \(1, \d+\): "),
+        (
+            lambda tokens, offsets: (tokens, np.r_[0, offsets[-2:0:-1], offsets[-1]]),
+            r"first and last offset = \(0, \d+\): ",
+        ),
+        (lambda tokens, offsets: (tokens, offsets[None]), r"num_tokens, num_documents = .*: must be \(\d+, 0, \d+\)"),
+    ],
+)
+def test_stores_of_another_program_are_checked(copy: Path, change, message):
+    """Digests may be right, and ids or the places of documents wrong."""
     store = copy / "train"
-    tokens, offsets = np.fromfile(store / TOKENS_FILE, "<u2"), np.load(store / store_module.OFFSETS_FILE)
-    tokens[7] = 257
-    tokens.tofile(store / TOKENS_FILE)
+    tokens, offsets = change(np.fromfile(store / TOKENS_FILE, "<u2"), np.load(store / store_module.OFFSETS_FILE))
+    tokens.astype("<u2").tofile(store / TOKENS_FILE)
+    np.save(store / store_module.OFFSETS_FILE, offsets)
     sidecar = json.loads((store / SIDECAR_FILE).read_text())
-    sidecar["digest"] = hashlib.sha256(tokens.tobytes() + offsets.tobytes()).hexdigest()
+    sidecar["digest"] = hashlib.sha256(tokens.astype("<u2").tobytes() + offsets.tobytes()).hexdigest()
     (store / SIDECAR_FILE).write_text(json.dumps(sidecar))
-    with pytest.raises(InputError, match=r"tokens\.bin: token id = 257: must be 0 to 256"):
+    with pytest.raises(InputError, match=message):
         verify_stores(open_corpus(copy))
 
 

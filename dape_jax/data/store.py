@@ -24,7 +24,7 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import filelock
 import fsspec
@@ -216,7 +216,7 @@ class Corpora:
 
 
 def verify_stores(stores: Sequence[TokenStore], full: bool = True) -> None:
-    """Read all data of stores, and compare digests with the recorded ones and ids with the vocabulary.
+    """Read all data of stores, and check digests, ids and the places of documents.
 
     Unless `full`, nothing is read of a store whose files are those that were last verified, by size, times and inode.
     This is remembered in its directory, if it can be written to.
@@ -236,6 +236,10 @@ def verify_stores(stores: Sequence[TokenStore], full: bool = True) -> None:
         allowed = f"must be the digest of the files, {found}"
         require(found == digest, f"{store.directory / SIDECAR_FILE}: digest", digest, allowed)
         require(largest < size, f"{store.directory / TOKENS_FILE}: token id", largest, f"must be 0 to {size - 1}")
+        first, last, end = int(store.offsets[0]), int(store.offsets[-1]), store.tokens.size
+        is_rising = first == 0 and last == end and bool((np.diff(store.offsets) >= 0).all())
+        allowed = f"offsets must rise from 0 to {end}, the number of tokens"
+        require(is_rising, f"{store.directory / OFFSETS_FILE}: first and last offset", (first, last), allowed)
         with contextlib.suppress(OSError):  # a corpus of another user, or a full disk
             write_json(store.directory / VERIFIED_FILE, identity)
 
@@ -333,7 +337,7 @@ def open_corpus(directory: Path, field: str = "corpus") -> Corpus:
         with read_errors("corpus", str(file)):  # numpy raises many kinds of errors for damaged headers
             tokens = map_tokens(store / TOKENS_FILE, sidecar.vocab_size)
             offsets = np.load(store / OFFSETS_FILE, mmap_mode="r").astype("<i8", copy=False)
-        sizes, found = (sidecar.num_tokens, sidecar.num_documents), (tokens.size, offsets.size - 1)
+        sizes, found = (sidecar.num_tokens, sidecar.num_documents), (tokens.size, *(size - 1 for size in offsets.shape))
         allowed = f"must be {found}, as in the files next to it; copy or prepare the corpus again"
         require(sizes == found, f"{file}: num_tokens, num_documents", sizes, allowed)
         stores[split] = TokenStore(store, sidecar, tokens, offsets)
@@ -346,13 +350,15 @@ def _sidecars(path: str, field: str) -> dict[Split, Sidecar]:
     if path == STDLIB:
         return {}
     sidecars: dict[Split, Sidecar] = {}
-    fields = sorted(each.name for each in dataclasses.fields(Sidecar))
+    kinds = get_type_hints(Sidecar)
     for split in SPLITS:
         file = f"{path.rstrip('/')}/{split}/{SIDECAR_FILE}"
         with read_errors(field, path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             system, name = fsspec.url_to_fs(file) if is_remote(file) else (None, os.path.expanduser(file))
             content = parse_json(file, Path(name).read_bytes() if system is None else system.cat_file(name))
-            require(sorted(content) == fields, f"{file}: fields", sorted(content), f"must be {fields}")
+            require(content.keys() == kinds.keys(), f"{file}: fields", sorted(content), f"must be {sorted(kinds)}")
+            for key, kind in kinds.items():
+                require(type(content[key]) is kind, f"{file}: {key}", content[key], f"must be of type {kind.__name__}")
             sidecar = sidecars[split] = Sidecar(**content)
             given = (sidecar.format_version, sidecar.split, sidecar.fingerprint)
             expected = (FORMAT_VERSION, split, next(iter(sidecars.values())).fingerprint)
