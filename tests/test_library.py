@@ -449,9 +449,12 @@ def flat_bias(q_pos_T, k_pos_S, *, causal=True):
     return jnp.zeros((1, len(q_pos_T), len(k_pos_S)))
 
 
-class FlatContent(nnx.Module):
+class PartOfContent(nnx.Module):
+    def __init__(self, batch, num_heads):
+        self.batch, self.num_heads = batch, num_heads
+
     def from_content(self, content, *, causal):
-        return content.scores_BHTS[:, :1]
+        return content.scores_BHTS[: self.batch, : self.num_heads]
 
 
 def contextual(config, num_heads, head_dim):
@@ -459,7 +462,7 @@ def contextual(config, num_heads, head_dim):
 
 
 WRONG_OPTIONS = [
-    ({"bias": FlatContent()}, "bias FlatContent = ", r"must return \[B, H, T, S\] = \(2, 2, "),
+    ({"bias": PartOfContent(2, 1)}, "bias PartOfContent = ", r"must return \[B or 1, H, T, S\] = \(2, 2, "),
     (contextual(dape_jax.CopeConfig, 2, 8), r"bias Cope: head_dim = \(8,\)", r"must be \(4,\)"),
     (contextual(dape_jax.TransformerXLConfig, 1, 4), r"bias TransformerXL: .* = \(1, 4\)", r"must be \(2, 4\)"),
     ({"processor": Flat()}, "processor Flat.*", r"must return \[B, H, T, S\] = \(2, 2, "),
@@ -487,6 +490,10 @@ def test_a_wrong_bias_or_processor_is_named(implementation):
             attend(*qkv, **options, implementation=implementation)
     with pytest.raises(NotImplementedError, match="Unfinished must define __call__"):
         attend(*qkv, processor=Unfinished(), implementation=implementation)
+    x = jnp.tile(jnp.linspace(0, 1, 24).reshape(1, 3, 2, 4), (2, 1, 1, 1))  # the batch of a bias may be 1
+    outs = [attend(x, x, x, bias=PartOfContent(batch, 2), implementation=implementation) for batch in (1, 2)]
+    np.testing.assert_array_equal(*outs)
+    assert not np.allclose(outs[0], attend(x, x, x))
 
 
 @pytest.mark.usefixtures("no_annotations")

@@ -290,9 +290,11 @@ def _bias(bias: Any, content: Content, positions: Positions, causal: bool) -> Fl
         _check_returned("bias", bias, bias_HTS, "H, T, S", content.scores_BHTS.shape[1:])
         return bias_HTS
 
-    def of_content(content: Content) -> Float[Array, "B H T S"]:
+    def of_content(content: Content) -> Float[Array, "#B H T S"]:
         bias_BHTS = bias.from_content(content, causal=causal)
-        _check_returned("bias", bias, bias_BHTS, "B, H, T, S", content.scores_BHTS.shape)
+        shape = content.scores_BHTS.shape
+        shape = (1, *shape[1:]) if getattr(bias_BHTS, "shape", shape)[:1] == (1,) else shape
+        _check_returned("bias", bias, bias_BHTS, "B or 1, H, T, S", shape)
         return bias_BHTS
 
     def of_sequence(content: Content) -> Float[Array, "H T S"]:
