@@ -84,6 +84,7 @@ def run(
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for text that the locale cannot represent
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # None if it was closed, as by `2>&-`
+    os.environ.pop("MPLBACKEND", None)  # figures are files, and matplotlib raises for a backend that it has no longer
     sys.unraisablehook = _print_unraisable
     _define_flags(config, settings)
     # --help shows the docstring of the main module, and the script of an installed entry point has none.

@@ -289,6 +289,11 @@ def test_a_closed_standard_error_changes_nothing(monkeypatch, capsys):
     assert capsys.readouterr().out == "6\n"
 
 
+def test_a_backend_that_matplotlib_has_no_longer_changes_nothing():
+    program = "from dape_jax import command_line\ndef main(): import matplotlib; print(1)\ncommand_line.run(main)"
+    assert run_python("-c", program, MPLBACKEND="Qt4Agg").stdout == "1\n"
+
+
 PLATFORMS = {
     "cuda": r"its plugin is missing: pip install 'jax\[cuda13\]>=[\d.]+' or pip install 'jax\[cuda12\]>=[\d.]+'; or .*",
     "cpu,nosuch": r"must be cpu, cuda or tpu, and the device must be ready: Unable to initialize backend 'nosuch': .*",
