@@ -251,6 +251,7 @@ import gc, signal, time
 from dape_jax import command_line
 
 def main():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     gc.callbacks.append(lambda *_: (gc.callbacks.clear(), signal.raise_signal(signal.SIGINT)))  # JAX has one
     gc.collect()
     try:
