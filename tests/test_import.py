@@ -510,6 +510,8 @@ def test_a_model_of_the_hub_is_downloaded_or_the_line_says_how(tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(InputError, match=r"hf download a/b --local-dir=DIRECTORY \(pip install 'accelerate"):
         find_source("a/b")
+    with pytest.raises(InputError, match=r"^source = 'https://hub/a/b': must be .* a model of the hub: ORG/NAME$"):
+        find_source("https://hub/a/b")
     for local in (str(tmp_path), "a", "a/b/c", "../a"):
         assert find_source(local) == Path(local)
 

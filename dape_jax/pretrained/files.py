@@ -116,6 +116,7 @@ def find_source(source: str) -> Path:
     Raises:
         InputError: there is neither; the message has the command that downloads the model.
     """
+    require("://" not in source, "source", source, "must be a local directory, or a model of the hub: ORG/NAME")
     directory = Path(source).expanduser()
     if directory.exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source, re.ASCII):
         return directory

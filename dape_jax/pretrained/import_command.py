@@ -11,14 +11,11 @@ The run has no training text: `data.path` is None. Its optimizer and schedule ar
 
 from dape_jax import command_line
 from dape_jax.pretrained.options import ImportFlags
-from dape_jax.storage import require_local
 
 
 def main(given: ImportFlags) -> None:
     """Import the checkpoint."""
-    require_local(given.source, "--source")
-
-    from dape_jax.distributed import require_single_process  # after the flags are checked: JAX takes seconds to import
+    from dape_jax.distributed import require_single_process  # JAX takes seconds to import, --help none
     from dape_jax.pretrained.load import import_run
 
     require_single_process()
