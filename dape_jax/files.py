@@ -14,6 +14,8 @@ from etils import epath
 from dape_jax.errors import InputError, require
 from dape_jax.storage import is_remote
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how a file begins that git lfs has not downloaded
+
 
 @contextlib.contextmanager
 def name_errors(path: epath.PathLike) -> Iterator[None]:
@@ -74,7 +76,7 @@ def parse_json(file: str, content: bytes) -> dict[str, Any]:
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        is_pointer = content.startswith(b"version https://git-lfs")
+        is_pointer = content.startswith(LFS_POINTER)
         advice = "; it is a pointer of git lfs, to download the file: git lfs pull" if is_pointer else ""
         raise InputError(f"{file}: cannot be read as JSON: {error}{advice}") from error
     require(type(value) is dict, file, type(value).__name__, "must be a JSON object")

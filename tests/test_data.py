@@ -325,7 +325,7 @@ def test_a_sidecar_that_does_not_fit_is_named(copy: Path, change: dict | None, m
     [
         (
             lambda tokens, offsets: (np.where(np.arange(tokens.size) == 7, 257, tokens), offsets),
-            "id = 257: must be 0 to 256",
+            r"tokens\.bin: token id = 257: must be 0 to 256",
         ),
         (lambda tokens, offsets: (tokens, offsets[::-1]), r"offsets\.npy: first and last .* must rise from 0 to \d+,"),
         (lambda tokens, offsets: (tokens, offsets + 1), r"first and last offset = \(1, \d+\): "),

@@ -89,7 +89,7 @@ class HfTokenizer:
                 token[_END_MARK] = token["content"] == end
             self.content = json.dumps(parsed, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
             digest = hashlib.sha256(self.content.encode()).hexdigest()
-            self._library = _library(self.content)
+            self._library = _load(self.content)
         except Exception as error:  # the library raises only this class
             message = f"is not a {TOKENIZER_FILE} that the tokenizers library reads: {str(error)[:200]!r}"
             raise InputError(f"{where}: {message}") from error
@@ -147,7 +147,7 @@ class HfTokenizer:
     @functools.cached_property
     def _prompting(self) -> tokenizers.Tokenizer:
         """The library as other programs use it: control tokens in a text are these tokens."""
-        return _library(self.content)
+        return _load(self.content)
 
     @property
     def first_token(self) -> str | None:
@@ -184,7 +184,7 @@ class HfTokenizer:
 Tokenizer = Bytes | HfTokenizer
 
 
-def _library(content: str) -> tokenizers.Tokenizer:
+def _load(content: str) -> tokenizers.Tokenizer:
     """Return the library's tokenizer of a file, which encodes a text as a whole and always to the same ids."""
     library = tokenizers.Tokenizer.from_str(content)
     library.no_truncation()

@@ -35,7 +35,7 @@ else:
 
 logger = logging.getLogger(__name__)
 
-# Among them BadGzipFile, an OSError; errors of pyarrow, of the first four; UnicodeError and InputError, ValueErrors.
+# BadGzipFile is an OSError, UnicodeError and InputError are ValueErrors; pyarrow's errors are of the first four kinds.
 DAMAGE = (EOFError, NotImplementedError, OSError, ValueError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 
 _WINDOW = zstd.DecompressionParameter.window_log_max.bounds()[1]  # files of `zstd --long` need more than the default

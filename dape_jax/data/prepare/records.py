@@ -30,6 +30,7 @@ from dape_jax.data.prepare.config import PrepareConfig
 from dape_jax.data.prepare.inputs import DAMAGE, InputFile, open_input
 from dape_jax.data.prepare.megatron import read_documents as read_ids
 from dape_jax.errors import InputError, require, require_package
+from dape_jax.files import LFS_POINTER
 from dape_jax.storage import is_remote
 
 Content = str | bytes | Integer[np.ndarray, "_"]  # text of a record, (part of) a text file, or token ids
@@ -144,7 +145,7 @@ def _records(path: str, config: PrepareConfig, is_alone: bool) -> Iterator[Conte
         yield from read_ids(path)
         return
     with open_input(path) as (content, head):
-        if head.startswith(b"version https://git-lfs.github.com/spec/"):
+        if head.startswith(LFS_POINTER):
             yield LeftOut("not downloaded", "a pointer of git-lfs: `git lfs pull` replaces it by the file")
         elif (values := _values(path, content, head, config)) is not None:
             yield from (select_text(value, config) for value in values)

@@ -137,7 +137,7 @@ def _documents(inputs: Inputs, field: str) -> Iterator[Found]:
     limits = {"too short": f"min_length = {config.min_length}", "too long": f"max_length = {config.max_length}"}
     tables = {each.path for each in files if re.search(r"\.(json|csv|tsv)(\.(gz|bz2|xz|zst))?$", each.path.lower())}
     if any(each.path not in tables and os.path.basename(each.path) != "README.md" for each in files):
-        tables.clear()  # among texts, they may be texts
+        tables.clear()  # beside texts, they are probably meant as text
     for found in divided(inputs):
         path, content = files[found.file].path, found.content
         if isinstance(content, LeftOut):
