@@ -6,7 +6,7 @@ from dape_jax import command_line
 from dape_jax.command_line import use_compilation_cache
 from dape_jax.errors import require
 from experiments.catalogue import EXPERIMENTS
-from experiments.methods import format_lengths
+from experiments.claims import format_lengths
 from experiments.settings import Settings
 
 COMMANDS = ("list", "show", "run", "report")
@@ -38,7 +38,7 @@ def main(settings: Settings, command: str = "", name: str = "") -> None:
         # Models that differ only in the seed share compiled programs, also between processes.
         use_compilation_cache(str(Path(settings.workdirs, "compiled")), "--workdirs")
         runs = run_experiment(name, settings)
-        print(f"{len(runs)} runs in {settings.results}/{name}; compare them: python -m experiments report")
+        print(f"{len(runs)} runs in {Path(settings.results, name)}; compare them: python -m experiments report")
     else:
         print(f"report: {report.write(Path(settings.results))}")
 

@@ -5,27 +5,12 @@ Lengths and sizes are the paper's. To add an experiment, add an entry to `EXPERI
 
 from collections.abc import Iterable
 
-from experiments.methods import (
-    CHANGES,
-    COSTLIER,
-    DAPE1X1,
-    DAPE1X3,
-    KERNELS,
-    LONGER,
-    LONGER_25M,
-    RATED,
-    RATES,
-    Claim,
-    Experiment,
-    better,
-    easier_at,
-    lengths_from,
-    to_16384,
-    within,
-)
+from experiments.claims import Claim, Experiment, better, easier_at, lengths_from, up_to, within
+from experiments.methods import CHANGES, COSTLIER, DAPE1X1, DAPE1X3, KERNELS, LONGER, LONGER_25M, RATED, RATES
 from experiments.paper import BASELINES, PAPER
 
 WIDTHS = tuple(f"dape1x{kernel}-kerple" for kernel in KERNELS)
+to_16384 = up_to(16384)
 CONVERGED = ("rope", "alibi", "kerple", DAPE1X1, DAPE1X3, "dape1x3-rope")
 
 

@@ -10,6 +10,7 @@ Lengths in claims and groups are the paper's; tables and figures divide them by 
 import functools
 import json
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,20 +21,10 @@ from dape_jax.evaluation.report import FIXED_BELOW, json_values, markdown_table
 from dape_jax.files import write_json
 from dape_jax.tasks import TASKS
 from experiments.catalogue import EXPERIMENTS
-from experiments.methods import NOT_IN_PAPER, Claim, Result
+from experiments.claims import NOT_IN_PAPER, Claim, Result
 from experiments.plots import UNITS, experiment_figure, write_png
 from experiments.runs import Group, Series, lookup_in, mean_of, paper_groups, read_groups
-from experiments.verdicts import (
-    MIN_SEEDS,
-    VERDICTS,
-    Difference,
-    Judgement,
-    describe,
-    difference,
-    format_difference,
-    judge,
-    unbroken,
-)
+from experiments.verdicts import MIN_SEEDS, VERDICTS, Judgement, describe, difference, format_difference, judge
 
 Content = dict[str, Any]  # of a claim, or of a group, in report.json
 
@@ -82,16 +73,12 @@ def _claim(group: Group, text: str, claim: Claim, item: Judgement) -> Content:
     metric = EXPERIMENTS[group.experiment].metric
     describe_in = functools.partial(describe, metric=metric, preset=group.preset)
 
-    def numbers(found: Difference) -> Content:
-        return {"difference": found.mean, "low": found.low, "high": found.high, "seeds": found.num_seeds}
-
     less, unit = item.deciding.less, item.deciding.unit
     content |= {"holding": item.num_pairs("holds"), "contradicted": item.num_pairs("contradicted"), "unit": unit}
-    content |= {"deciding": describe_in(less)} | numbers(item.deciding)
+    content |= {"deciding": describe_in(less)} | item.deciding.numbers()
     content["pairs"] = [
         {"pair": describe_in(weakest.less, with_length=False), "verdict": verdict}
-        | {"weakest": describe_in(weakest.less)}
-        | numbers(weakest)
+        | {"weakest": describe_in(weakest.less), **weakest.numbers()}
         for weakest, verdict in item.pairs
     ]
     papers = {paper.data: difference(less, lookup_in(paper), metric) for paper in paper_groups(group.experiment)}
@@ -268,3 +255,14 @@ def format_spread(values: Sequence[float]) -> str:
     form = ".2f" if abs(mean) < 1000 else ".0f" if abs(mean) < FIXED_BELOW else ".2g"
     spread = f" ±\N{NO-BREAK SPACE}{half:{form}}" if len(values) > 1 and math.isfinite(mean) else ""
     return f"{mean:{form}}{spread}"
+
+
+# Spaces at which no line is broken: inside an interval, beside a unit, between two numbers.
+UNBROKEN = re.compile(
+    r"(?<=,) (?=[^][]*\])|(?<=\d) (?=(?:ms|s|[KMG]i?B|GFLOP|%|x|to|\+)(?:\W|$))|(?<=\d [x+]) |(?<=\d to) "
+)
+
+
+def unbroken(text: str) -> str:
+    """Return a cell of a table whose numbers stay on one line with their units and intervals."""
+    return UNBROKEN.sub("\N{NO-BREAK SPACE}", text)

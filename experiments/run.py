@@ -36,21 +36,12 @@ from dape_jax.training.loop import train
 from dape_jax.training.metrics import read_metrics
 from dape_jax.training.source import load_corpora
 from experiments.catalogue import EXPERIMENTS
-from experiments.methods import (
-    METHODS,
-    OVERRIDES,
-    PRESETS,
-    RATES,
-    Experiment,
-    Model,
-    length_divisor,
-    lengths_from,
-    models_of,
-)
+from experiments.claims import Experiment, Model, lengths_from
+from experiments.methods import METHODS, OVERRIDES, PRESETS, RATES
 from experiments.runs import add_run, identity, identity_of_stored, read_runs
 from experiments.settings import Settings
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dape_jax.experiments")  # of the package, whose messages a command line prints
 
 TIMED_STEPS = 20  # of each model
 
@@ -86,7 +77,7 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
         InputError: the experiment does not have the preset, a method, a train length or a task; no run is left; or a
             text is given for an experiment on tasks.
     """
-    divisor = length_divisor(experiment, settings.preset)
+    divisor = experiment.length_divisor(settings.preset)
     train_lengths = tuple(length // divisor for length in experiment.train_lengths)
     for flag, given, allowed in (
         ("--preset", (settings.preset,), experiment.presets),
@@ -103,7 +94,7 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
     tasks, methods = on_tasks if experiment.tasks else (("",), experiment.methods)
     runs = [
         _run(experiment, settings, seed, model)
-        for seed, model in itertools.product(settings.seeds or preset.seeds, models_of(experiment))
+        for seed, model in itertools.product(settings.seeds or preset.seeds, experiment.models)
         if model.method in (settings.methods or methods)
         and model.method in methods
         and model.train_length // divisor in (settings.train_lengths or train_lengths)
@@ -116,7 +107,7 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
 
 def _run(experiment: Experiment, settings: Settings, seed: int, model: Model) -> Run:
     method, paper_size, task, paper_length = model
-    preset, train_length = PRESETS[settings.preset], paper_length // length_divisor(experiment, settings.preset)
+    preset, train_length = PRESETS[settings.preset], paper_length // experiment.length_divisor(settings.preset)
     fields: dict[str, Any] = {"train.seed": seed, "data.seed": seed}
     if task:
         fields |= preset.on_tasks.overrides | experiment.overrides

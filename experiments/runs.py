@@ -22,11 +22,14 @@ from typing import Any
 import numpy as np
 
 from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, read_run
+from dape_jax.errors import require
 from dape_jax.evaluation.report import FIXED_BELOW
 from dape_jax.evaluation.trained import fields_without
 from dape_jax.files import json_digest, write_atomically
 from experiments.catalogue import EXPERIMENTS
-from experiments.methods import NOT_IN_PAPER, PRESETS, Model, Result, length_divisor, models_of, paper_tables
+from experiments.claims import NOT_IN_PAPER, Model, Result
+from experiments.methods import PRESETS
+from experiments.paper import paper_tables
 from experiments.verdicts import Lookup, Sample, is_log
 
 if sys.version_info >= (3, 14):
@@ -83,13 +86,19 @@ def write_lines(file: Path, lines: list[Run]) -> None:
 
 
 def read_runs(results: Path) -> dict[str, dict[str, dict[str, Run]]]:
-    """Return the finished runs under a directory, by experiment, group and name."""
+    """Return the finished runs under a directory, by experiment, group and name.
+
+    Raises:
+        InputError: a run is stored by an experiment whose file is missing.
+    """
     lines = [(name, line) for name in EXPERIMENTS for line in read_lines(results / name / FILE)]
     stored = {(name, line["key"]): line for name, line in lines if "stored_in" not in line}
     found: dict[str, dict[str, dict[str, Run]]] = {name: {} for name in EXPERIMENTS}
     for name, line in lines:
-        whole = stored[line["stored_in"] if "stored_in" in line else name, line["key"]]
-        run = {field: value for field, value in whole.items() if field not in ("group", "name")}
+        place = line.get("stored_in", name), line["key"]
+        allowed = f"must be in {results / place[0] / FILE}; restore that file, or choose another --results"
+        require(place in stored, f"run of {results / name / FILE}", line["name"], allowed)
+        run = {field: value for field, value in stored[place].items() if field not in ("group", "name")}
         found[name].setdefault(line["group"], {})[line["name"]] = run
     return found
 
@@ -115,7 +124,7 @@ def add_run(results: Path, experiment: str, group: str, name: str, run: Run) -> 
 class Series:
     """Results of one model by seed and length. Accuracies are in per cent.
 
-    Claims are judged by the samples, by seed and by the length of a `methods.Result`. `train_flops` is None and
+    Claims are judged by the samples, by seed and by the length of a `claims.Result`. `train_flops` is None and
     `num_steps` is 0 if unknown. `seconds` is the time that training and evaluation took, over all seeds.
     """
 
@@ -171,7 +180,7 @@ class Group:
     @property
     def divisor(self) -> int:
         """Divisor of the paper's lengths in tables and figures."""
-        return length_divisor(EXPERIMENTS[self.experiment], self.preset)
+        return EXPERIMENTS[self.experiment].length_divisor(self.preset)
 
     @property
     def sizes(self) -> dict[str, str]:
@@ -192,13 +201,13 @@ def read_groups(results: Path) -> list[Group]:
 
 def _group(name: str, group: str, runs: dict[str, Run]) -> Group:
     preset, _, data = group.partition("-")
-    experiment, divisor = EXPERIMENTS[name], length_divisor(EXPERIMENTS[name], preset)
+    experiment, divisor = EXPERIMENTS[name], EXPERIMENTS[name].length_divisor(preset)
     by_model, stored = defaultdict[Model, list[Run]](list), runs.values()
     for run in stored:
         length = run["train_length"] if experiment.tasks else run["paper_train_length"]
         by_model[Model(run["method"], run.get("paper_size", ""), run.get("task", ""), length)].append(run)
     series = []
-    for model in (model for model in models_of(experiment) if model in by_model):
+    for model in (model for model in experiment.models if model in by_model):
         of_model = by_model[model]
         results = {run["seed"]: measured(run, experiment.metric, divisor) for run in of_model}
         values = {seed: found for seed, (found, _) in results.items()}
@@ -275,7 +284,7 @@ def paper_groups(name: str) -> list[Group]:
     groups = []
     for text, of_text in sorted(curves.items()):
         series = []
-        for model in (model for model in models_of(experiment) if model in of_text):
+        for model in (model for model in experiment.models if model in of_text):
             samples = {
                 None if model.task else at: Sample.of_value(math.log(value) if is_log(experiment.metric) else value)
                 for at, value in of_text[model].items()

@@ -23,9 +23,11 @@ from dape_jax.model.flops import model_flops_per_token
 from dape_jax.planning.plan import run_to_plan
 from dape_jax.recipes import read_config
 from experiments.catalogue import EXPERIMENTS
-from experiments.methods import NOT_IN_PAPER, paper_tables
+from experiments.claims import NOT_IN_PAPER
+from experiments.paper import paper_tables
+from experiments.report import unbroken
 from experiments.runs import read_runs
-from experiments.verdicts import format_difference, unbroken
+from experiments.verdicts import format_difference
 
 RESULTS = Path(__file__).parents[1] / "results"
 NAMES = {"nope": "NoPE", "rope": "RoPE", "t5": "T5", "alibi": "ALiBi", "kerple": "Kerple", "fire": "FIRE"}

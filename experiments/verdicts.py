@@ -19,14 +19,14 @@ underestimate the spread. For step times the units that are drawn are steps, for
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from dape_jax.errors import InputError
-from experiments.methods import PRESETS, Claim, Less, Result
+from experiments.claims import Claim, Less, Result
+from experiments.methods import PRESETS
 
 Verdict = Literal["holds", "contradicted", "undecided", "not tested"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -89,6 +89,10 @@ class Difference:
 
     def __str__(self):
         return format_difference(self.mean, self.low, self.high, self.unit)
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the numbers of a report."""
+        return {"difference": self.mean, "low": self.low, "high": self.high, "seeds": self.num_seeds}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,17 +225,6 @@ def describe(less: Less, metric: str, preset: str = "paper", *, with_length: boo
     word = "against" if is_log(metric) else "minus"
     low, high = name(less.low), name(less.high)
     return low if low == f"{factor}{high}" else f"{low} {word} {factor}{high}"
-
-
-# Spaces at which no line is broken: inside an interval, beside a unit, between two numbers.
-UNBROKEN = re.compile(
-    r"(?<=,) (?=[^][]*\])|(?<=\d) (?=(?:ms|s|[KMG]i?B|GFLOP|%|x|to|\+)(?:\W|$))|(?<=\d [x+]) |(?<=\d to) "
-)
-
-
-def unbroken(text: str) -> str:
-    """Return a cell of a table whose numbers stay on one line with their units and intervals."""
-    return UNBROKEN.sub("\N{NO-BREAK SPACE}", text)
 
 
 def format_difference(mean: float, low: float, high: float, unit: str) -> str:

@@ -19,9 +19,11 @@ from dape_jax.evaluation.report import json_values
 from dape_jax.model.transformer import model_structure
 from dape_jax.tasks import CHE as TASKS
 from experiments import __main__ as experiments_main
-from experiments import methods, plots, report, run, runs, verdicts
+from experiments import plots, report, run, runs, verdicts
 from experiments.catalogue import EXPERIMENTS
-from experiments.methods import METHODS, PRESETS, Claim, Experiment, Less, Preset, Result, TaskPreset, cell, score
+from experiments.claims import NOT_IN_PAPER, Claim, Experiment, Less, Result, cell, score
+from experiments.methods import METHODS, PRESETS, Preset, TaskPreset
+from experiments.paper import paper_tables
 from experiments.run import PlannedRun, Run, config_of, run_experiment, runs_of
 from experiments.runs import Group, Series, add_run, paper_groups, read_groups, read_lines, read_runs, write_lines
 from experiments.settings import Settings
@@ -73,7 +75,7 @@ def test_every_run_has_its_own_valid_config():
 
 def test_the_paper_preset_has_the_published_settings():
     (item,) = [item for item in runs_with_one_seed("table5", "paper") if item.model.method == "dape1x3-kerple"]
-    config, table8 = RunConfig.from_dict(config_of(item)), methods.paper_tables()["table8"]["125m"]
+    config, table8 = RunConfig.from_dict(config_of(item)), paper_tables()["table8"]["125m"]
     assert table8["batch"] == "32 x 8 GPUs"
     model, train, optimizer = config.model, config.train, config.optimizer
     found = [train.batch_size, train.train_length, train.num_steps, model.num_heads, model.num_layers, model.width]
@@ -88,7 +90,7 @@ def test_the_paper_preset_has_the_published_settings():
 
 
 def test_the_paper_preset_has_the_published_settings_of_the_tasks():
-    runs, printed = runs_with_one_seed("table6", "paper"), methods.paper_tables()["table6"]
+    runs, printed = runs_with_one_seed("table6", "paper"), paper_tables()["table6"]
     of_paper = {(method, row["task"]) for method in printed["methods"] for row in printed["tasks"]}
     ours = {(item.model.method, item.model.task) for item in runs}
     assert {each for each in ours if each[1] != "binary_multiplication"} == of_paper
@@ -106,7 +108,7 @@ def test_the_paper_preset_has_the_published_settings_of_the_tasks():
 def test_claims_compare_results_of_runs():
     for name, experiment in EXPERIMENTS.items():
         planned = runs_with_one_seed(name, experiment.presets[-1])
-        divisor = methods.length_divisor(experiment, experiment.presets[-1])
+        divisor = experiment.length_divisor(experiment.presets[-1])
         measured = {
             (item.model, None if item.model.task else length * divisor)
             for item in planned
@@ -272,7 +274,9 @@ def trained(monkeypatch) -> list[tuple[str, int]]:
     return models
 
 
-def test_finished_runs_are_reused_and_a_killed_experiment_resumes(small_world, trained, monkeypatch):
+def test_finished_runs_are_reused_and_a_killed_experiment_resumes(small_world, trained, monkeypatch, caplog):
+    caplog.set_level("INFO", "dape_jax")  # as the command line does
+
     def killed(*arguments):
         raise KeyboardInterrupt
 
@@ -286,6 +290,7 @@ def test_finished_runs_are_reused_and_a_killed_experiment_resumes(small_world, t
     assert trained == [("kerple", 0), ("alibi", 0)]
     both = run_tiny("one", small_world)
     assert trained[2:] == [("kerple", 1), ("alibi", 1)]
+    assert "one: run 2 of 2: alibi-xs-T16-seed1" in caplog.messages
     assert both[0] == first
     assert run_tiny("one", small_world) == both
     run_tiny("two", small_world)
@@ -302,7 +307,7 @@ def test_finished_runs_are_reused_and_a_killed_experiment_resumes(small_world, t
     assert f"{verdict}| alibi T16 at 32 against 10.00 x kerple T16 at 32: -90.0 % [-90.0, -90.0] | 2 |  | " in readme
     assert "- two: ALiBi is within ten times Kerple." in readme  # there are no runs of Kerple
     paper, others = readme.split("### Questions that the paper leaves open")
-    numbers = [len(e.claims) for e in EXPERIMENTS.values() if e.source == methods.NOT_IN_PAPER]
+    numbers = [len(e.claims) for e in EXPERIMENTS.values() if e.source == NOT_IN_PAPER]
     assert f"\n\n1 holds, {sum(len(e.claims) for e in EXPERIMENTS.values()) - sum(numbers) - 1} not tested.\n" in paper
     assert f"\n\n{sum(numbers)} not tested.\n" in others
     described = json.loads((results / "one" / "report.json").read_bytes())["tiny-text"]
@@ -350,6 +355,10 @@ def test_a_report_needs_runs_of_the_catalogue(small_world, trained):
     for results in (file.parents[1], file.parents[1] / "nothing"):
         with pytest.raises(InputError, match="finished runs"):
             report.write(results)
+    run_tiny("two", small_world)
+    file.unlink()
+    with pytest.raises(InputError, match=r"run of .*two.* = 'alibi-xs-T16-seed0': must be in .*one"):
+        report.write(file.parents[1])
 
 
 def test_accuracy_is_measured_and_reported_by_task(small_world):
@@ -463,7 +472,7 @@ def test_every_experiment_is_drawn_with_a_style_for_each_curve_and_the_papers_cu
     for name, experiment in EXPERIMENTS.items():
         series = [
             Series(model, {0: {model.train_length: 2.0 + n, 2 * model.train_length: 3.0 + n}}, {})
-            for n, model in enumerate(methods.models_of(experiment))
+            for n, model in enumerate(experiment.models)
         ]
         group = Group(name, "small", "" if experiment.tasks else "stdlib", {"commit": ["0"]}, series)
         figure = plots.experiment_figure([group])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dape_jax.errors import InputError
 from experiments import report, runs, verdicts
-from experiments.methods import Claim, Less, Model, cell, score
+from experiments.claims import Claim, Less, Model, cell, score
 from experiments.verdicts import Sample, describe, difference, holm, judge
 
 pytestmark = pytest.mark.extra
