@@ -215,8 +215,9 @@ MORE_PLAIN = {
 }
 
 
-# Phases are the TPU kernels'.
+# Phases are the TPU kernels'. Tables of rows 64 columns apart do not fit into the shared memory of a GPU.
 FOR_CUDA = {name: case for name, case in (MORE | MORE_PLAIN).items() if case.phases < 4 or case.row_stride == 16}
+del FOR_CUDA["seventeen-tiles"]
 
 EXHAUSTIVE = pytest.mark.exhaustive
 HAS_COMPILER = pytest.mark.skipif(not emulator.is_available(), reason="the emulator of CUDA needs g++")

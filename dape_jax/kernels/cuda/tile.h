@@ -178,7 +178,7 @@ DEV void copy_weights(Half* to, const Half* from, int fragments) {
     }
 }
 
-// A warp's walk along NC columns, from `begin` on, of 16 rows, from r0 on. column0 is the column of the tile in the sequence.
+// A warp's walk along NC columns, from `begin` on, of 16 rows, from r0 on. column0, of the tile, is -2 AHEAD at least.
 struct Walk {
     int g = lane() / 4, t = lane() % 4, r0 = THREAD / 32 % (R / 16) * 16, begin = THREAD / 32 / (R / 16) * NC, column0;
     bool near_start;  // the first columns of the sequence are in the walk
@@ -211,7 +211,7 @@ struct Walk {
             Pair low[2][CA / 8], high[2][CA / 8];
 #pragma unroll
             for (int f = 0; f < 2; f++) load(low[f], &s.low[entry(f, column)][C / 4 * t]), load(high[f], &s.high[entry(f, column)][C / 4 * t]);
-            if (PAD > 0 && near_start && column0 + column >= 0 && column0 + column < PAD) {
+            if (PAD > 0 && step < HALO && near_start && column0 + column >= 0 && column0 + column < PAD) {
                 seldom();
 #pragma unroll
                 for (int f = 0; f < 2; f++) {
@@ -224,7 +224,7 @@ struct Walk {
                     }
                 }
             }
-            bool exists = !(PAD > 0 || AHEAD > 0) || !near_start || column0 + column >= 0;
+            bool exists = step >= PAD + 2 * AHEAD || !near_start || column0 + column >= 0;
 #pragma unroll
             for (int n = 0; n < C8; n++)
 #pragma unroll
@@ -247,7 +247,7 @@ struct Walk {
                 load(x, &s.added[entry(f, begin + j)][4 * NS * t + 2 * n]);
 #pragma unroll
                 for (int i = 0; i < 4; i++) z[n + i / 2][2 * f + i % 2] = x[i] - minus[n + i / 2][f][i % 2];
-                if (PAD > 0 && near_start && column0 + begin + j >= 0 && column0 + begin + j < 2 * PAD) {
+                if (PAD > 0 && j < HALO && near_start && column0 + begin + j >= 0 && column0 + begin + j < 2 * PAD) {
                     seldom();
                     load(x, left.added + ((long)(column0 + begin + j) * left.num_rows + left.row(r0 + g + 8 * f)) * SLOTS + 4 * NS * t + 2 * n);
 #pragma unroll
