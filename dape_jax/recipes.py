@@ -1,8 +1,10 @@
 """Config files: recipes of the package or a user's own, `PATH[:ARGUMENT]`, and the flags that set their fields."""
 
 import ast
+import inspect
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,9 +48,13 @@ def read_module(file: Path) -> ModuleType:
     """
     is_python, allowed = file.is_file() and file.suffix == ".py", "must be a Python file with a function get_config"
     require(is_python, "config file", str(file), allowed)
-    module = ModuleType(file.stem)
+    module = sys.modules[str(file)] = ModuleType(str(file))  # where `dataclasses` looks for a class's module
     module.__file__ = str(file)
-    exec(compile(file.read_bytes(), file, "exec"), vars(module))
+    try:
+        code = compile(file.read_bytes(), file, "exec")
+    except SyntaxError as error:
+        raise InputError(f"config file = {str(file)!r}: {error}") from error
+    exec(code, vars(module))
     require(hasattr(module, "get_config"), "config file", str(file), allowed)
     return module
 
@@ -69,7 +75,12 @@ def read_config(name: str, arguments: Sequence[str] = (), imports: Sequence[str]
         names = [f"configs/{each.name}" for each in sorted(RECIPES.glob("*.py")) if each.name != "common.py"]
         require(file.as_posix() in names, "config file", path, f"does not exist; the recipes are {', '.join(names)}")
         file = RECIPES / file.name
-    config = read_module(file).get_config(*argument)
+    get_config = read_module(file).get_config
+    try:
+        inspect.signature(get_config).bind(*argument)
+    except TypeError as error:
+        raise InputError(f"config file = {str(file)!r}, argument {''.join(argument)!r}: get_config: {error}") from error
+    config = get_config(*argument)
     allowed = "must have a get_config that returns a ConfigDict"
     require(isinstance(config, ConfigDict), "config file", str(file), allowed)
     if imports:

@@ -194,7 +194,7 @@ def test_the_gradient_norm_is_that_of_the_trained_parameters(trained_root):
     assert {parameter_kind(path) for path, square in squares.items() if square > 0} == {"processor"}
 
 
-def test_the_recipe_that_gives_a_model_length(sources):
+def test_the_recipe_that_gives_a_model_length(sources, tmp_path):
     """Of a run the steps and the rate are parts of its own; of an imported model they are what the import says."""
     recipe = read_module(RECIPES / "retrofit.py")
     for arguments, bias, num_steps in (("", "alibi", 2), (",bias=kerple,percent=100,seed=5", "kerple", 4)):
@@ -208,6 +208,10 @@ def test_the_recipe_that_gives_a_model_length(sources):
     for wrong in ("bias=t5", "percent=0"):
         with pytest.raises(InputError, match="must be"):
             recipe.get_config(f"source={sources}/none,{wrong}")
+    task = {"data_digest": "", "config": read_module(RECIPES / "che.py").get_config("task=even_pairs").to_dict()}
+    (tmp_path / "config.json").write_text(json.dumps(task))
+    with pytest.raises(InputError, match=r"source=.*: must be a run of a language model"):
+        recipe.get_config(f"source={tmp_path}")
 
 
 def test_learned_positions_may_be_left_out(trained_root):

@@ -233,11 +233,12 @@ def test_wandb_without_the_package_or_a_key_is_one_line(trained_root, tmp_path, 
     with pytest.raises(InputError, match=r"^train\.wandb = 'mine': needs the package wandb: pip install .*$"):
         loop.train(spec, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    fake.init.side_effect = fake.Error("api_key not configured")
     monkeypatch.setitem(sys.modules, "wandb", fake)
     record_start(tmp_path, 0, {})
-    with pytest.raises(InputError, match=r"^train\.wandb = 'mine': api_key not configured$"):
-        metrics.MetricLogger(AppendedFiles(tmp_path), RunConfig.from_dict(spec), 0)
+    for error in (fake.Error("api_key not configured"), ValueError("api_key\n not configured")):
+        fake.init.side_effect = error
+        with pytest.raises(InputError, match=r"^train\.wandb = 'mine': api_key not configured$"):
+            metrics.MetricLogger(AppendedFiles(tmp_path), RunConfig.from_dict(spec), 0)
 
 
 def test_a_trace_is_written(told):

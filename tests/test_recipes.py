@@ -129,9 +129,35 @@ def test_a_field_that_refers_to_another_follows_its_flag(tmp_path):
     )
     spec = read_config(f"{tmp_path}/mine.py", ["--config.train.num_steps=80"])
     assert (spec["train"]["num_steps"], spec["train"]["eval_interval"]) == (80, 20)
-    (tmp_path / "without_return.py").write_text("def get_config():\n    pass\n")
-    with pytest.raises(InputError, match=r"config file = .*without_return\.py': .* returns a ConfigDict"):
-        read_config(f"{tmp_path}/without_return.py", ["--config.train.num_steps=80"])
+
+
+OWN_FILES = {
+    "def get_config():\n    pass\n": (r"own\.py': .* returns a ConfigDict", ""),
+    "def get_config(:\n": (r"own\.py': invalid syntax \(own\.py, line 1\)", ""),
+    "def get_config(size):\n    pass\n": (r"argument '': get_config: missing a required argument: 'size'", ""),
+    "def get_config(): return\n": (r"argument 'xs': get_config: too many positional arguments", ":xs"),
+}
+
+
+@pytest.mark.parametrize("text", OWN_FILES)
+def test_a_fault_in_a_config_file_of_ones_own_is_one_line(text: str, tmp_path):
+    (tmp_path / "own.py").write_text(text)
+    message, argument = OWN_FILES[text]
+    with pytest.raises(InputError, match=f"config file = .*{message}"):
+        read_config(f"{tmp_path}/own.py{argument}", ["--config.train.num_steps=80"])
+
+
+def test_a_config_file_of_ones_own_may_have_dataclasses(tmp_path):
+    head = (
+        "from __future__ import annotations\nimport dataclasses\nfrom dape_jax.configs.quickstart import get_config\n"
+    )
+    (tmp_path / "own.py").write_text(f"{head}@dataclasses.dataclass\nclass Size:\n    width: int = 16\n")
+    assert read_config(f"{tmp_path}/own.py") == read_config("configs/quickstart.py")
+
+
+@pytest.mark.parametrize("name", ["small.py:xs", "paper.py:125m"])
+def test_runs_longer_than_the_longest_evaluation_are_evaluated_at_their_length(name: str):
+    assert read_config(f"configs/{name},train_length=16384")["evaluation"]["lengths"] == (16_384,)
 
 
 @pytest.mark.parametrize("name", ["quickstart.py", "small.py:s", "paper.py", "che.py:task=even_pairs"])

@@ -60,7 +60,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
             train_length=train_length, batch_size=256, num_steps=50_000, eval_interval=500, validation_batches=8
         ),
         evaluation=dict(
-            lengths=tuple(2**n for n in range(7, 14) if 2**n >= train_length),
+            lengths=tuple(2**n for n in range(7, 14) if 2**n >= train_length) or (train_length,),
             last_tokens=256,
             max_windows=512,
             batch_tokens=65_536,

@@ -33,6 +33,8 @@ def get_config(argument: str | None = None) -> ConfigDict:
     require(0 < choice["percent"], "config argument", f"percent={choice['percent']}", "must be positive")
     method = f"rotary=none,bias={choice['bias']},processor=dape,kernel=3,seed={choice['seed']}"
     spec = continued.get_config(f"source={choice['source']},{method}").to_dict()
+    allowed = "must be a run of a language model, not of a task"
+    require("path" in spec["data"], "config argument", f"source={choice['source']}", allowed)
     rate, num_steps = spec["optimizer"]["learning_rate"], spec["train"]["num_steps"]
     constant = {"schedule": "cosine", "final_fraction": 1.0, "decay_steps": 0}
     spec["optimizer"] |= {"learning_rate": rate / 2} | constant

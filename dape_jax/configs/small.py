@@ -56,7 +56,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
             max_to_keep=1,
         ),
         evaluation=dict(
-            lengths=tuple(2**n for n in range(5, 12) if 2**n >= train_length),
+            lengths=tuple(2**n for n in range(5, 12) if 2**n >= train_length) or (train_length,),
             max_windows=128,
             batch_tokens=2048,  # for the same reason
             block_size=block_size,

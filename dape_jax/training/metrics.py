@@ -244,8 +244,8 @@ def _wandb(run: RunConfig | TaskRunConfig, workdir: epath.Path) -> Iterator[Sink
     }
     try:
         logged = wandb.init(**place, config=resolved(run) | {"workdir": str(absolute(workdir))})
-    except wandb.Error as error:  # such as a missing key
-        raise InputError(f"train.wandb = {train.wandb!r}: {error}") from error
+    except (wandb.Error, ValueError) as error:  # such as a missing key, or a tag that is too long
+        raise InputError(f"train.wandb = {train.wandb!r}: {' '.join(str(error).split())}") from error
     try:
         yield lambda step, values: logged.log(values, step=step)
     finally:
