@@ -142,9 +142,8 @@ def test_calls_that_pytorch_computes(emulated, monkeypatch, caplog):
     assert why_not(*arrays, **options, block_size=4) == "block_size is given"
     assert why_not(arrays[0][:, -1:], *arrays[1:], **options) == "fewer than 16 rows"
     assert why_not(arrays[0].half(), *arrays[1:], **options) == "the dtypes of q, k and v differ"
-    assert (
-        why_not(*arrays, **make_layer("fire", 4, 2, 20, 30, 8, **small)[1]) == "Fire is not a function of the distance"
-    )
+    _, with_fire = make_layer("fire", 4, 2, 20, 30, 8, **small)
+    assert why_not(*arrays, **with_fire) == "Fire is not a function of the distance"
 
     class Position(modeling_dape.Kerple):
         is_of_distance = False  # as a bias of one's own is by default

@@ -196,14 +196,12 @@ def test_references_are_renewed():
     case = Case(heads=2, groups=1, length=150, channels=16)
     q, k, v, dout = case.arrays()
     arrays = np.abs(q), np.abs(k) * np.linspace(60, 0, 150, dtype=np.float32)[:, None, None], v, dout
-    found, dense = (
-        jax.device_get(both(params, *arrays, *case.positions())) for both, params in (case.run(CUDA), case.run(Dense()))
-    )
+    runs = map(case.run, (CUDA, Dense()))
+    found, dense = (jax.device_get(both(params, *arrays, *case.positions())) for both, params in runs)
     assert_close(found[0], dense[0], 1e-5)
     for (path, x), y in zip(jax.tree.leaves_with_path(found[1]), jax.tree.leaves(dense[1]), strict=True):
-        np.testing.assert_allclose(
-            x, y, rtol=0, atol=1e-4 * max(1, np.abs(y).max()), err_msg=jax.tree_util.keystr(path)
-        )
+        close = {"rtol": 0, "atol": 1e-4 * max(1, np.abs(y).max())}
+        np.testing.assert_allclose(x, y, **close, err_msg=jax.tree_util.keystr(path))
 
 
 def test_what_the_kernels_in_cuda_take(monkeypatch):

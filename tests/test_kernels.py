@@ -225,14 +225,9 @@ HAS_COMPILER = pytest.mark.skipif(not emulator.is_available(), reason="the emula
 
 def each(cases: dict[str, Case], *implementations: str) -> list:
     return [
-        pytest.param(
-            case,
-            implementation,
-            id=f"{name}-{implementation}",
-            marks=[HAS_COMPILER] if implementation == "cuda" else [],
-        )
+        pytest.param(case, each, id=f"{name}-{each}", marks=[HAS_COMPILER] if each == "cuda" else [])
         for name, case in cases.items()
-        for implementation in implementations
+        for each in implementations
     ]
 
 
@@ -324,7 +319,7 @@ def errors_in_bfloat16(case: Case, implementation: str) -> list[float]:
 )
 def test_bfloat16_is_as_accurate_as_dense(case, implementation):
     """Use a bias without parameters if there is no processor: gradients would cancel to less than rounding."""
-    for ours, dense in zip(errors_in_bfloat16(case, implementation), errors_in_bfloat16(case, "dense"), strict=True):
+    for ours, dense in zip(*(errors_in_bfloat16(case, each) for each in (implementation, "dense")), strict=True):
         assert ours < max(1.5 * dense, 2e-3)
 
 
@@ -419,6 +414,7 @@ def test_unsupported_arguments_are_refused_with_the_reason():
     assert ask(Case(head_dim=7)) is None
     assert "even number in bfloat16" in ask(Case(head_dim=7), jnp.bfloat16)
     assert "float64" in ask(dtype=np.float64)
+    assert "v is bfloat16; the kernels take" in ask(v_dtype=jnp.bfloat16)
     assert "float16" in ask(processor=Case().abstract_layer(jnp.float16)[1])
     q, k = shapes(Case())
     run = functools.partial(attend_fused, mask=Mask(causal=False), platform="tpu")
@@ -474,8 +470,10 @@ def test_auto_chooses_by_platform_length_and_support_and_logs_it_once(caplog):
             assert isinstance(choice(Auto(), bias=fire), Blockwise)
             assert choice(Auto(512)) == Dense()
             windowed = choice(Auto(), bias=fire, window=64)
-            assert isinstance(windowed, Blockwise)
-            assert windowed.num_buckets > 1, "with one, every block reads all keys"
+            assert windowed == Blockwise(32, 2), "with one bucket, every block reads all keys"
+            jax.eval_shape(
+                lambda bias, *qkv: attend(*qkv, bias=bias), kerple, *shapes(case), shapes(case, jnp.bfloat16)[1]
+            )
         with on("GPU of tomorrow"):
             assert choice(Auto()) == choice(Auto(16, 2)) == Fused()
             assert choice(Auto(16, 2), bias=fire) == Blockwise(16, 2)
@@ -485,7 +483,7 @@ def test_auto_chooses_by_platform_length_and_support_and_logs_it_once(caplog):
         processor = Plain()
         assert [choice(Auto()), choice(Auto(16))] == [Blockwise(128, 4), Blockwise(16, 4)]
     said = [record.message for record in caplog.records if record.name.startswith("dape_jax")]
-    assert len(said) == len(set(said)) == 9
+    assert len(said) == len(set(said)) == 10
     assert sum("Fire is not a DistanceBias" in line for line in said) == 4
 
 

@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import operator
+import pickle
 import re
 import types
 from pathlib import Path
@@ -384,6 +385,11 @@ def test_strict_promotion_of_dtypes():
         jax.eval_shape(jax.grad(lambda model: model(jnp.zeros((1, 4), int)).sum()), model)
 
 
+def test_models_can_be_pickled():
+    model = Transformer(TransformerConfig(1, 16, 4, vocab_size=11, bias=dape_jax.FireConfig()), rngs=nnx.Rngs(0))
+    chex.assert_trees_all_equal(nnx.state(pickle.loads(pickle.dumps(model))), nnx.state(model))
+
+
 @pytest.mark.usefixtures("no_annotations")
 def test_summary():
     """List a module of a user's, with the modules of this package in it."""
@@ -473,7 +479,8 @@ WRONG_OPTIONS = [
     ({"bias": KerpleConfig()}, r"bias = KerpleConfig\(", r"its build\(\) returns"),
     ({"bias": jnp.zeros((2, 3, 3))}, r"bias = 'array \(2, 3, 3\)'", "lambda q_pos, k_pos"),
     ({"bias": "kerple"}, "bias = 'kerple'", r"must be a module, as build\(\) of a config"),
-    ({"window": (4, 0)}, r"window = \(4, 0\)", "must be an integer of 1 or more, or None"),
+    ({"window": (4, 0)}, r"window = \(4, 0\)", r"must be an integer from 1 to 2\*\*30, or None"),
+    ({"window": np.int64(2**31)}, "window = .*2147483648", "must be an integer from 1"),  # negative in 32 bits
     ({"causal": None}, "causal = 'NoneType'", "must be True or False"),
     ({"causal": np.ones((3, 3), bool)}, "causal = 'ndarray'", "must be True or False"),
     ({"scale": jnp.ones(3)}, r"scale = 'array \(3,\)'", "must be a number"),
@@ -593,17 +600,15 @@ def test_unsigned_positions_lists_and_padding_are_positions():
     bias, signed = AlibiConfig().build(H, K, nnx.Rngs(0)), jnp.arange(T)
     expected = np.asarray(attend(q, k, v, signed, signed, bias=bias))
     assert np.ptp(expected) > 0.1
-    for kind in (np.uint32, jnp.uint8):
-        pos = signed.astype(kind)
-        np.testing.assert_array_equal(attend(q, k, v, pos, pos, bias=bias), expected)
-    for pos in (range(T), np.arange(T).tolist()):
+    for pos in (signed.astype(np.uint32), signed.astype(jnp.uint8), range(T), np.arange(T).tolist()):
         np.testing.assert_array_equal(attend(q, k, v, pos, pos, bias=bias), expected)
         found, given = dape_jax.score(q, k, pos, pos, bias=bias), dape_jax.score(q, k, signed, signed, bias=bias)
         np.testing.assert_array_equal(found.bias_BHTS, given.bias_BHTS)
     ids = np.repeat([[1, 2]] * B, [5, T - 5], axis=1)
     packed = attend(q, k, v, bias=bias, segment_ids=jnp.asarray(ids))
     assert np.abs(packed - expected).max() > 0.1
-    np.testing.assert_array_equal(attend(q, k, v, bias=bias, segment_ids=ids.tolist()), packed)
+    for given in (ids.tolist(), (ids << 32).tolist()):
+        np.testing.assert_array_equal(attend(q, k, v, bias=bias, segment_ids=given), packed)
     padded = jnp.pad(k, [(0, 0), (0, 2), (0, 0), (0, 0)]), jnp.pad(v, [(0, 0), (0, 2), (0, 0), (0, 0)])
     k_pos = jnp.concatenate([signed, jnp.array([-1, -1])])
     np.testing.assert_allclose(attend(q, *padded, signed, k_pos, bias=bias), expected, atol=1e-6)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from dape_jax.kernels.tables import convolution_sizes, make_operator
@@ -34,6 +35,7 @@ def why_not_fused(
     score_mod: ScoreMod = ScoreMod(),
     mask: Mask = Mask(),
     *,
+    v_dtype: DTypeLike | None = None,
     has_segments: bool = False,
     platform: str,
     device_kind: str | None = None,
@@ -45,6 +47,7 @@ def why_not_fused(
         k_BSGK: keys, or their shape and dtype.
         score_mod: bias and processor.
         mask: which keys a query sees, and the step between rows.
+        v_dtype: dtype of the values, or None for that of the keys.
         has_segments: whether a row has segments, packed documents.
         platform: platform of the devices, "tpu", "gpu" or "cpu"; or "cuda" for the kernels in CUDA.
         device_kind: JAX's `device_kind` of the devices, or None for the devices of this process.
@@ -53,7 +56,7 @@ def why_not_fused(
     if platform not in KERNELS:
         return f"there are kernels for TPUs and GPUs, not for the platform {platform!r}"
     config, sizes = None, {"H": q_BTHK.shape[2], "K": q_BTHK.shape[3]}
-    dtypes = {"q": q_BTHK.dtype, "k": k_BSGK.dtype}
+    dtypes = {"q": q_BTHK.dtype, "k": k_BSGK.dtype, "v": jnp.dtype(v_dtype or k_BSGK.dtype)}
     if isinstance(processor, Dape):
         config = processor.config
         sizes |= {"C": config.channels, "W": config.kernel_width}
@@ -65,7 +68,7 @@ def why_not_fused(
             return f"{name} = {size}; the kernels take up to {LIMITS[name]}"
     known_dtypes = (*DTYPES, jnp.float16) if platform == "cuda" else DTYPES
     for name, dtype in dtypes.items():
-        if dtype not in known_dtypes or (name == "k" and dtype != q_BTHK.dtype):
+        if dtype not in known_dtypes or (name in "kv" and dtype != q_BTHK.dtype):
             known = " or ".join(jnp.dtype(dtype).name for dtype in known_dtypes)
             return f"{name} is {jnp.dtype(dtype).name}; the kernels take {known}, the same for q, k and v"
     if mask.row_stride is None:
@@ -146,10 +149,8 @@ def attend_fused(
     Raises:
         NotImplementedError: no kernel supports these arguments; the message gives the reason.
     """
-    has_segments = positions.q_start_BT is not None
-    reason = why_not_fused(q_BTHK, k_BSGK, score_mod, mask, has_segments=has_segments, platform=platform)
-    if reason is None and v_BSGK.dtype != k_BSGK.dtype:
-        reason = f"k is {k_BSGK.dtype} and v is {v_BSGK.dtype}"
+    options = {"v_dtype": v_BSGK.dtype, "has_segments": positions.q_start_BT is not None}
+    reason = why_not_fused(q_BTHK, k_BSGK, score_mod, mask, **options, platform=platform)
     if reason is not None:
         raise NotImplementedError(f"no kernel supports this attention: {reason}")
     bias, processor = score_mod[:2]
@@ -164,15 +165,8 @@ def attend_fused(
         options = {"is_causal": True, "implementation": "xla" if interpret else "cudnn"}
         return jax.nn.dot_product_attention(q_BTHK, k_BSGK, v_BSGK, local_window_size=window, **options)
     first = positions.q_pos_T[0].astype(jnp.int32)  # column of the first row
-    operator = make_operator(
-        bias,
-        processor,
-        num_heads=q_BTHK.shape[2],
-        num_rows=q_BTHK.shape[1],
-        num_keys=k_BSGK.shape[1],
-        first=first,
-        mask=mask,
-    )
+    sizes = {"num_heads": q_BTHK.shape[2], "num_rows": q_BTHK.shape[1], "num_keys": k_BSGK.shape[1]}
+    operator = make_operator(bias, processor, **sizes, first=first, mask=mask)
     kernel = importlib.import_module(f"{__name__}.{platform}")  # other platforms' tools may be missing
     return kernel.attend(
         *vary_alike(q_BTHK, k_BSGK, v_BSGK, first, operator),

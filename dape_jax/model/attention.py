@@ -138,7 +138,7 @@ def attend(
     given = q_pos is not None or k_pos is not None
     starts_BS = None
     if segment_ids is not None:
-        segments = jnp.asarray(segment_ids)
+        segments = segment_ids if isinstance(segment_ids, jax.Array) else np.asarray(segment_ids)  # JAX drops 32 bits
         require(not given, "q_pos_T, k_pos_S", "given", "must be None with segment_ids")
         shape, expected = segments.shape, k_BSGK.shape[:2]
         require(shape == expected, "segment_ids.shape", shape, f"must be [B, S] = {expected}")
@@ -285,33 +285,28 @@ def _bias(bias: Any, content: Content, positions: Positions, causal: bool) -> Fl
     With segments, positions restart in each; for a bias of the distance this makes no difference.
     """
 
-    def of_positions(q_pos_T: Array, k_pos_S: Array) -> Float[Array, "H T S"]:
-        bias_HTS = bias(q_pos_T, k_pos_S, causal=causal)
-        _check_returned("bias", bias, bias_HTS, "H, T, S", content.scores_BHTS.shape[1:])
-        return bias_HTS
-
-    def of_content(content: Content) -> Float[Array, "#B H T S"]:
-        bias_BHTS = bias.from_content(content, causal=causal)
+    def of_batch(content: Content) -> Float[Array, "#B H T S"]:
         shape = content.scores_BHTS.shape
+        if not isinstance(bias, ContextualBias):
+            bias_HTS = bias(content.q_pos_T, content.k_pos_S, causal=causal)
+            _check_returned("bias", bias, bias_HTS, "H, T, S", shape[1:])
+            return bias_HTS[None]
+        bias_BHTS = bias.from_content(content, causal=causal)
         shape = (1, *shape[1:]) if getattr(bias_BHTS, "shape", shape)[:1] == (1,) else shape
         _check_returned("bias", bias, bias_BHTS, "B or 1, H, T, S", shape)
         return bias_BHTS
 
     def of_sequence(content: Content) -> Float[Array, "H T S"]:
-        q, k, scores, visible, q_pos_T, k_pos_S = content
-        with_batch = Content(q[None], k[None], scores[None], visible[None], q_pos_T, k_pos_S)
-        return of_content(with_batch)[0]
+        q, k, scores, visible, *pos = content
+        return of_batch(Content(q[None], k[None], scores[None], visible[None], *pos))[0]
 
     q_pos_T, k_pos_S, q_start_BT, k_start_BS = positions
-    is_contextual = isinstance(bias, ContextualBias)
     if bias is None:
         return None
     if q_start_BT is None or k_start_BS is None or isinstance(bias, DistanceBias):
-        return of_content(content) if is_contextual else of_positions(q_pos_T, k_pos_S)[None]
-    pos = q_pos_T[None] - q_start_BT, k_pos_S[None] - k_start_BS
-    if is_contextual:
-        return jax.vmap(of_sequence)(content._replace(q_pos_T=pos[0], k_pos_S=pos[1]))
-    return jax.vmap(of_positions)(*pos)
+        return of_batch(content)
+    pos = {"q_pos_T": q_pos_T[None] - q_start_BT, "k_pos_S": k_pos_S[None] - k_start_BS}
+    return jax.vmap(of_sequence)(content._replace(**pos))
 
 
 class Implementation:
@@ -495,11 +490,10 @@ class Auto(Implementation):
         score_mod: ScoreMod = ScoreMod(),
         mask: Mask = Mask(),
         *,
-        has_segments: bool = False,
         platform: str,
-        device_kind: str | None = None,
+        **options: Any,
     ) -> Dense | Blockwise | Fused:
-        """Return the implementation for a call. Arrays may be `ShapeDtypeStruct`s; see `kernels.why_not_fused`."""
+        """Return the implementation for a call; the arguments are those of `kernels.why_not_fused`."""
         blockwise, (batch, num_rows, heads, _) = self.blockwise(platform), q_BTHK.shape
         if mask.window is not None and self.num_buckets is None:  # with one bucket, every block would read all keys
             blockwise = dataclasses.replace(blockwise, num_buckets=max(2, blockwise.num_buckets))
@@ -509,8 +503,7 @@ class Auto(Implementation):
             blockwise = dataclasses.replace(blockwise, block_size=rows)
         elif platform == "cpu" and self.block_size is None and isinstance(score_mod.processor, Plain):
             blockwise = dataclasses.replace(blockwise, block_size=MIN_BLOCK_ROWS)  # no hidden features: more rows fit
-        options = {"has_segments": has_segments, "platform": platform, "device_kind": device_kind}
-        why = why_not_fused(q_BTHK, k_BSGK, score_mod, mask, **options)
+        why = why_not_fused(q_BTHK, k_BSGK, score_mod, mask, platform=platform, **options)
         # On a GPU a block has many rows, and the kernel was faster than `Dense` where both were measured.
         has_gpu_kernel = platform == "gpu" and why is None
         if num_rows <= min(blockwise.block_size, MIN_BLOCK_ROWS if has_gpu_kernel else num_rows):
@@ -522,8 +515,8 @@ class Auto(Implementation):
 
     def attend_rows(self, q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask):
         """See `Implementation`."""
-        options = {"has_segments": positions.q_start_BT is not None, "platform": device_platform()}
-        chosen = self.choose(q_BTHK, k_BSGK, score_mod, mask, **options)
+        options = {"v_dtype": v_BSGK.dtype, "has_segments": positions.q_start_BT is not None}
+        chosen = self.choose(q_BTHK, k_BSGK, score_mod, mask, platform=device_platform(), **options)
         return chosen.attend_rows(q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask)
 
 

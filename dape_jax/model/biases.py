@@ -332,7 +332,7 @@ class Fire(nnx.Module):
         self.output_MH = uniform((config.width, num_heads), config.width)
         self.output_bias_H = uniform((num_heads,), config.width)
         self.threshold = config.threshold
-        self.activation = FIRE_ACTIVATIONS[config.activation]
+        self.activation = config.activation
 
     def __call__(
         self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
@@ -344,7 +344,7 @@ class Fire(nnx.Module):
         norm_TS = jnp.maximum(last_TS.astype(c.dtype), jnp.abs(threshold))
         z_TS = jnp.log1p(jnp.abs(c * distance_TS)) / (jnp.log1p(jnp.abs(c * norm_TS)) + 1e-6)
         hidden_TSM = z_TS[..., None] * self.hidden_M[...][None, None, :] + self.hidden_bias_M[...][None, None, :]
-        hidden_TSM = self.activation(hidden_TSM)
+        hidden_TSM = FIRE_ACTIVATIONS[self.activation](hidden_TSM)
         precision = full_precision(hidden_TSM.dtype)
         bias_HTS = jnp.einsum("TSM,MH->HTS", hidden_TSM, self.output_MH[...], precision=precision)
         return bias_HTS + self.output_bias_H[...][:, None, None]

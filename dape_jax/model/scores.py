@@ -72,8 +72,8 @@ class Mask:
         advice, kind = "if traced, bind it with functools.partial before jit", type(self.causal)
         allowed = f"must be True or False (docs/library.md has other masks); {advice}"
         require(issubclass(kind, int | np.bool_), "causal", kind.__name__, allowed)
-        is_window = self.window is None or (isinstance(self.window, int | np.integer) and self.window >= 1)
-        require(is_window, "window", self.window, f"must be an integer of 1 or more, or None; {advice}")
+        is_window = self.window is None or (isinstance(self.window, int | np.integer) and 1 <= self.window <= 2**30)
+        require(is_window, "window", self.window, f"must be an integer from 1 to 2**30, or None; {advice}")
 
     def visible(self, positions: Positions) -> VisiblePairs:
         """Return the mask of a block of query rows."""
@@ -90,10 +90,10 @@ class Mask:
         return mask_TS[None, None] & (q_start_BT[:, None, :, None] == k_start_BS[:, None, None, :])
 
 
-def segment_starts(segment_ids_BS: Int[Array, "B S"]) -> Int[Array, "B S"]:
+def segment_starts(segment_ids_BS: Int[Array | np.ndarray, "B S"]) -> Int[Array, "B S"]:
     """Return the column at which each token's segment starts: a segment is a run of equal ids."""
     columns_S = jnp.arange(segment_ids_BS.shape[1])
-    is_first_BS = jnp.pad(jnp.diff(segment_ids_BS, axis=1) != 0, ((0, 0), (1, 0)), constant_values=True)
+    is_first_BS = jnp.pad(segment_ids_BS[:, 1:] != segment_ids_BS[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     return jax.lax.cummax(jnp.where(is_first_BS, columns_S[None], 0), axis=1)
 
 
