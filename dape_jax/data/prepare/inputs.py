@@ -30,7 +30,9 @@ from dape_jax.storage import is_remote, read_errors
 
 if sys.version_info >= (3, 14):
     from compression import zstd
+    from compression._common._streams import DecompressReader
 else:
+    from _compression import DecompressReader
     from backports import zstd
 
 logger = logging.getLogger(__name__)
@@ -41,8 +43,9 @@ DAMAGE = (EOFError, NotImplementedError, OSError, ValueError, zlib.error, lzma.L
 _WINDOW = zstd.DecompressionParameter.window_log_max.bounds()[1]  # files of `zstd --long` need more than the default
 _COMPRESSIONS: dict[bytes, Callable[..., Any]] = {  # first bytes, as a pattern, and how to open
     rb"\x1f\x8b": gzip.open,
-    rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.open,
-    rb"\xfd7zXZ\x00": lzma.open,
+    # Their `open` would silently end at padding or damage between two streams.
+    rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": lambda file: io.BufferedReader(DecompressReader(file, bz2.BZ2Decompressor)),
+    rb"\xfd7zXZ\x00": lambda file: io.BufferedReader(DecompressReader(file, lzma.LZMADecompressor)),
     rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18": functools.partial(
         zstd.open, options={zstd.DecompressionParameter.window_log_max: _WINDOW}
     ),

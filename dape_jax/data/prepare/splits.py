@@ -82,9 +82,10 @@ def _checked(
     if isinstance(record, LeftOut):
         return record
     try:
-        if isinstance(record, bytes) and not isinstance(tokenizer, Bytes):
-            record.decode()
         content = record.encode() if isinstance(record, str) else record
+        # A longer text was not read to its end, perhaps not to that of a character.
+        if isinstance(record, bytes) and len(record) <= config.max_length and not isinstance(tokenizer, Bytes):
+            record.decode()
     except UnicodeError as error:  # half a surrogate pair is JSON, but not Unicode
         return LeftOut("not Unicode", str(error))
     if isinstance(content, np.ndarray) and len(content) and tokenizer and content[-1] == tokenizer.end_of_document:
