@@ -563,6 +563,12 @@ def test_every_bad_record_is_named_by_file_and_line_and_left_out(tmp_path: Path)
 DAMAGED = {
     "no text": ("a.parquet", parquet_file(text=["a", None] * 2), [(2, "no text"), (4, "no text")]),
     "not Unicode": ("a.parquet", parquet_file(text=[b"a", b"\xff"]), [(2, "not Unicode")]),
+    "not Unicode in strings": (
+        "a.parquet",
+        parquet_file(text=pyarrow.array([b"\xff", b"a", b"\xff"]).view(pyarrow.string())),
+        [(1, "not Unicode"), (3, "not Unicode")],
+    ),
+    "first of an array": ("a.json", b'[{"text": null}, {"text": "a"}]', [(1, "no text")]),
     "no field": ("a.parquet", parquet_file(other=["a"]), [(1, "no text")]),
     "number": ("a.parquet", parquet_file(text=[1, 2]), [(1, "no text"), (2, "no text")]),
     "cut": ("a.parquet", parquet_file(text=["a"])[:-9], [(1, "damaged file")]),

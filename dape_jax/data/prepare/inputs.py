@@ -33,6 +33,7 @@ if sys.version_info >= (3, 14):
     from compression._common._streams import DecompressReader
 else:
     from _compression import DecompressReader
+
     from backports import zstd
 
 logger = logging.getLogger(__name__)

@@ -183,13 +183,14 @@ def _values(path: str, content: Any, head: bytes, config: PrepareConfig) -> Iter
     if is_array or (is_json and begins.startswith(b"{")):
         value = _parse(content.read(_VALUE_BYTES))
         values = value if isinstance(value, list) else [value]
-        if isinstance(lookup(values[0], config.text_field), str) or (is_lines and isinstance(value, list)):
+        has_text = any(isinstance(lookup(each, config.text_field), str) for each in values)
+        if has_text or (is_lines and isinstance(value, list)):
             return values
         content.seek(start)
     return _lines(content) if is_lines else None
 
 
-def _rows(path: str, content: Any, head: bytes, config: PrepareConfig) -> Iterator[dict[str, Any]]:
+def _rows(path: str, content: Any, head: bytes, config: PrepareConfig) -> Iterator[dict[str, Any] | LeftOut]:
     require_package("pyarrow", "parquet", "input", path)
     from pyarrow import ipc, parquet  # large, and needed only here
 
@@ -209,8 +210,11 @@ def _rows(path: str, content: Any, head: bytes, config: PrepareConfig) -> Iterat
     needed = {name for field in fields for name in (field, field.partition(".")[0])}
     for batch in batches:
         columns = [i for i, name in enumerate(batch.schema.names) if name in needed]
-        rows = batch.select(columns).to_pylist()
-        yield from (dict.fromkeys(names) | row for row in rows)  # the names of all columns, for messages
+        for row in map(batch.select(columns).slice, range(batch.num_rows), itertools.repeat(1)):
+            try:
+                yield dict.fromkeys(names) | row.to_pylist()[0]  # the names of all columns, for messages
+            except UnicodeDecodeError as error:  # of this row; not every writer checks its text
+                yield LeftOut("not Unicode", str(error))
 
 
 def _lines(content: Any) -> Iterator[Any]:
