@@ -139,27 +139,17 @@ def solve_solve_equation(inputs_BN: Symbols) -> Targets:
     return ((inputs_BN[:, -1] - with_0_B) * (with_1_B - with_0_B) % MODULUS)[:, None]
 
 
+task = partial(Task, "context-free")
 # x is the unknown of the reference; it is never drawn in expressions.
 EXPRESSIONS, EQUATIONS = (*DIGITS, "+", "-", "*", "(", ")", "x"), (*DIGITS, "+", "-", "(", ")", "x", "=")
+ACTIONS = (*BITS, "POP", "PUSH 0", "PUSH 1")
 CONTEXT_FREE = {
-    "stack_manipulation": Task(
-        "context-free",
-        (*BITS, "POP", "PUSH 0", "PUSH 1"),
-        (*BITS, "END"),
-        solve_stack_manipulation,
-        lambda length: length + 1,
-        sample_stack_manipulation,
-        end=END,
+    "stack_manipulation": task(
+        ACTIONS, (*BITS, "END"), solve_stack_manipulation, lambda N: N + 1, sample_stack_manipulation, end=END
     ),
-    "reverse_string": Task(
-        "context-free", BITS, BITS, lambda inputs_BN: inputs_BN[:, ::-1].copy(), lambda length: length
+    "reverse_string": task(BITS, BITS, lambda inputs_BN: inputs_BN[:, ::-1].copy(), lambda N: N),
+    "modular_arithmetic_brackets": task(
+        EXPRESSIONS, DIGITS, lambda inputs_BN: values(inputs_BN)[:, None], sampler=partial(expressions, num_operators=3)
     ),
-    "modular_arithmetic_brackets": Task(
-        "context-free",
-        EXPRESSIONS,
-        DIGITS,
-        lambda inputs_BN: values(inputs_BN)[:, None],
-        sampler=partial(expressions, num_operators=3),
-    ),
-    "solve_equation": Task("context-free", EQUATIONS, DIGITS, solve_solve_equation, sampler=sample_solve_equation),
+    "solve_equation": task(EQUATIONS, DIGITS, solve_solve_equation, sampler=sample_solve_equation),
 }

@@ -123,40 +123,19 @@ def solve_compute_sqrt(inputs_BN: Symbols) -> Targets:
     return integers_to_bits(roots, (inputs_BN.shape[1] + 1) // 2)[:, ::-1].copy()
 
 
-TWO_NUMBERS = {"sampler": sample_two_numbers, "end": END}
+task = partial(Task, "context-sensitive")
+sample_positive = partial(sample_accepted_bits, accepts=lambda bits_BN: bits_BN.max(axis=1) == 1)
+two_numbers = partial(task, sampler=sample_two_numbers, end=END)
 CONTEXT_SENSITIVE = {
-    "duplicate_string": Task(
-        "context-sensitive", BITS, BITS, lambda inputs_BN: np.tile(inputs_BN, 2), lambda length: 2 * length
+    "duplicate_string": task(BITS, BITS, lambda inputs_BN: np.tile(inputs_BN, 2), lambda N: 2 * N),
+    "missing_duplicate_string": task(
+        (*BITS, "?", "_"), BITS, solve_missing_duplicate_string, sampler=sample_missing_duplicate_string
     ),
-    "missing_duplicate_string": Task(
-        "context-sensitive",
-        (*BITS, "?", "_"),
-        BITS,
-        solve_missing_duplicate_string,
-        sampler=sample_missing_duplicate_string,
+    "odds_first": task(  # indices 1, 3, 5, .., then 0, 2, 4, ..
+        BITS, BITS, lambda inputs_BN: np.concatenate([inputs_BN[:, 1::2], inputs_BN[:, ::2]], axis=1), lambda N: N
     ),
-    "odds_first": Task(  # indices 1, 3, 5, .., then 0, 2, 4, ..
-        "context-sensitive",
-        BITS,
-        BITS,
-        lambda inputs_BN: np.concatenate([inputs_BN[:, 1::2], inputs_BN[:, ::2]], axis=1),
-        lambda length: length,
-    ),
-    "binary_addition": Task(
-        "context-sensitive", (*BITS, "+"), (*BITS, "END"), solve_binary_addition, lambda N: N + 1, **TWO_NUMBERS
-    ),
-    "binary_multiplication": Task(
-        "context-sensitive", (*BITS, "*"), (*BITS, "END"), solve_binary_multiplication, lambda N: N, **TWO_NUMBERS
-    ),
-    "compute_sqrt": Task(
-        "context-sensitive",
-        BITS,
-        BITS,
-        solve_compute_sqrt,
-        lambda length: (length + 1) // 2,
-        partial(sample_accepted_bits, accepts=lambda bits_BN: bits_BN.max(axis=1) == 1),  # a positive number
-    ),
-    "bucket_sort": Task(
-        "context-sensitive", DIGITS, DIGITS, np.sort, lambda length: length, permutation_invariant=True
-    ),
+    "binary_addition": two_numbers((*BITS, "+"), (*BITS, "END"), solve_binary_addition, lambda N: N + 1),
+    "binary_multiplication": two_numbers((*BITS, "*"), (*BITS, "END"), solve_binary_multiplication, lambda N: N),
+    "compute_sqrt": task(BITS, BITS, solve_compute_sqrt, lambda N: (N + 1) // 2, sample_positive),
+    "bucket_sort": task(DIGITS, DIGITS, np.sort, lambda N: N, permutation_invariant=True),
 }

@@ -4,6 +4,8 @@ In: a random generator and a length, or the inputs of a batch. Out: `inputs_BN`,
 `REGULAR` at the end of this file. Next: `context_free.py`.
 """
 
+from functools import partial
+
 import numpy as np
 
 from dape_jax.tasks.task import BITS, DIGITS, Symbols, Targets, Task, strings
@@ -51,13 +53,11 @@ def solve_modular_arithmetic(inputs_BN: Symbols) -> Targets:
     return (total_B + term_B)[:, None] % MODULUS
 
 
-# _ is the blank of the reference; it is never drawn.
-ARITHMETIC = (*DIGITS, "+", "-", "*", "_")
+task = partial(Task, "regular")
+ARITHMETIC = (*DIGITS, "+", "-", "*", "_")  # _ is the blank of the reference; it is never drawn
 REGULAR = {
-    "even_pairs": Task("regular", BITS, BITS, solve_even_pairs),
-    "modular_arithmetic": Task(
-        "regular", ARITHMETIC, DIGITS, solve_modular_arithmetic, sampler=sample_modular_arithmetic
-    ),
-    "parity_check": Task("regular", BITS, BITS, solve_parity_check, permutation_invariant=True),
-    "cycle_navigation": Task("regular", ("-1", "0", "+1"), DIGITS, solve_cycle_navigation, permutation_invariant=True),
+    "even_pairs": task(BITS, BITS, solve_even_pairs),
+    "modular_arithmetic": task(ARITHMETIC, DIGITS, solve_modular_arithmetic, sampler=sample_modular_arithmetic),
+    "parity_check": task(BITS, BITS, solve_parity_check, permutation_invariant=True),
+    "cycle_navigation": task(("-1", "0", "+1"), DIGITS, solve_cycle_navigation, permutation_invariant=True),
 }
