@@ -84,7 +84,7 @@ def main(settings: Settings) -> None:
     require_same(study.models, "train.train_length", "evaluation.last_tokens")
     first, store, scores = study.models[0], study.store, {}
     for model in study.models:
-        programs = compile_lengths(model, "rope", len(study.windows))
+        programs = compile_lengths(model, len(study.windows))
         mesh, params = restore(model)
         scores[model.name] = score_windows(programs, params, mesh, store, study.windows, model.name)
     base, train_length = scores[first.name], first.run.train.train_length

@@ -131,7 +131,7 @@ def main(settings: Settings) -> None:
     study = read_study(settings, last_tokens=num_scored, batch_tokens=8192)
     needles, depths, results = needles[: len(study.windows)], np.linspace(0, 1, settings.depths).tolist(), []
     for model in study.models:
-        programs = compile_lengths(model, "rope", len(study.windows))
+        programs = compile_lengths(model, len(study.windows))
         mesh, params = restore(model)
         variants = {model.name: params}
         if isinstance(model.run.model.processor, DapeConfig):

@@ -254,6 +254,7 @@ def test_a_model_that_diverged_does_not_affect_the_others(tmp_path, stem, loss):
         about | {"name": name} | result_of(stem, np.arange(4), nll, 16)
         for name, nll in (("bad", diverged), ("good", scored))
     ]
+    protocols.save(stem, tmp_path, both[:1], Options())
     paths = protocols.save(stem, tmp_path, both, Options())
     first, second = read_runs(tmp_path, stem)
     assert second == report.json_values(both[1])
@@ -461,10 +462,10 @@ def test_runs_are_one_method_if_their_configs_differ_only_in_seeds(trained_root)
 
 
 def test_a_figure_is_drawn_again_from_the_json_and_its_pdf_has_truetype_fonts(tmp_path):
-    options = Options(baseline="kerple", labels=("kerple=A",), format=("pdf", "svg", "md"))
+    options = Options(baseline="kerple", labels=("kerple=A\udcff\n",), format=("pdf", "svg", "md"))  # not UTF-8
     drawn = protocols.redraw(epath.Path(QUICKSTART), options, epath.Path(tmp_path))
     assert sorted(file.suffix for file in tmp_path.iterdir()) == [".md", ".pdf", ".png", ".svg"]
-    assert "dape1x3-kerple - A, nats" in drawn.table
+    assert r"dape1x3-kerple - A\udcff\n, nats" in drawn.table
     pdf = (tmp_path / "lengths.pdf").read_bytes()
     assert b"/FontFile2" in pdf
     assert b"/Type3" not in pdf
@@ -472,11 +473,7 @@ def test_a_figure_is_drawn_again_from_the_json_and_its_pdf_has_truetype_fonts(tm
     assert saved.table == drawn.table
     assert (tmp_path / "lengths.pdf").read_bytes() == pdf
     (tmp_path / "positions.json").write_text('{"runs": [{"name": "a"}]}')
-    wrong = {
-        "other": "must be lengths.json",
-        "delta": "must be the JSON of an evaluation",
-        "positions": "cannot be read",
-    }
+    wrong = {"other": "must be lengths.json", "delta": "must be the JSON of an eval", "positions": "cannot be read"}
     for name, words in wrong.items():
         with pytest.raises(InputError, match=words):
             protocols.redraw(epath.Path(tmp_path / f"{name}.json"), Options(), None)
@@ -506,7 +503,7 @@ def test_scores_are_those_of_whole_windows_dense_and_blockwise(trained_root, cap
     store = load_corpus(model.run.data).validation
     params = init_state(Training.of(model.run, mesh)).params
     windows = choose_windows(store, 64, 8)
-    compiled = compile_lengths(model, "rope", len(windows))
+    compiled = compile_lengths(model, len(windows))
     scores = score_windows(compiled, params, mesh, store, windows, "test")
     graphdef, _ = model_structure(model.run.model)
     for length, nll in scores.items():
@@ -545,11 +542,7 @@ def test_two_evaluations_are_bit_equal_and_compare_methods(runs, capsys):
         written = evaluate(runs, lengths=(16, 64), format=formats)
         contents.append((output / "lengths.json").read_bytes())
         assert capsys.readouterr().out == written.table + "\n"
-        assert {file.suffix for file in output.glob("lengths.*")} == {
-            ".json",
-            ".png",
-            *(f".{each}" for each in formats),
-        }
+        assert {file.suffix[1:] for file in output.glob("lengths.*")} == {"json", "png", *formats}
     assert contents[0] == contents[1]
     results = read_runs(output)
     assert [run["name"] for run in results] == ["none", "dape"]
@@ -602,9 +595,12 @@ def test_loss_by_position_adds_up_to_the_perplexity_of_all_tokens(runs, tmp_path
 
 def test_runs_that_differ_only_in_seeds_share_their_compiled_programs(runs, tmp_path, monkeypatch):
     other, compiled = shutil.copytree(runs[0], tmp_path / "again" / runs[0].name), []
-    monkeypatch.setattr(
-        perplexity, "compile_lengths", lambda model, *args: compiled.append(model.name) or compile_lengths(model, *args)
-    )
+
+    def compile_(model: TrainedModel, num_windows: int) -> Any:
+        compiled.append(model.name)
+        return compile_lengths(model, num_windows)
+
+    monkeypatch.setattr(perplexity, "compile_lengths", compile_)
     evaluate([runs[0], other, runs[1]], lengths=(16,), output=tmp_path / "out")
     assert compiled == [f"{runs[0].parent.name}/none", f"{runs[1].parent.name}/dape"]
     first, again, _ = read_runs(tmp_path / "out")

@@ -25,7 +25,7 @@ from dape_jax.evaluation import report
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, run_in_batches
 from dape_jax.evaluation.protocols import methods_of, save
-from dape_jax.evaluation.trained import TrainedModel, program_key, read_models, require_same, restore
+from dape_jax.evaluation.trained import TrainedModel, compile_each, read_models, require_same, restore
 from dape_jax.model.attention import Blockwise, Dense
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.progress import Progress
@@ -53,17 +53,12 @@ def evaluate_tasks(
     for model in models:
         check_mesh(make_mesh(model.mesh), {"T": ("evaluation.pad_to", model.run.evaluation.pad_to)})
 
-    identities = [model.identity | {"task": model.run.data.task} for model in models]
-    methods_of(identities, options)  # refuses wrong names
+    methods_of([model.identity for model in models], options)  # refuses wrong names
     directory = make_results_directory(output or report.common_directory(workdirs))
-    programs = dict[Any, dict[int, Program]]()  # compiled before any parameters are read, as in `perplexity.py`
-    for model in models:
-        if program_key(model) not in programs:
-            programs[program_key(model)] = compile_tapes(model)
     results = []
-    for model in models:
+    for model, programs in zip(models, compile_each(models, compile_tapes), strict=True):  # as in `perplexity.py`
         model_mesh, params = restore(model)
-        results.append(task_result(model, answer_tapes(model, programs[program_key(model)], params, model_mesh)))
+        results.append(task_result(model, answer_tapes(model, programs, params, model_mesh)))
         del params  # before the next model's are read
     return save("accuracy", directory, results, options)
 
@@ -221,8 +216,6 @@ def task_result(trained: TrainedModel[TaskRunConfig], lengths: list[dict[str, An
 
     run, train_length = trained.run, trained.run.train.train_length
     return trained.identity | {
-        "task": run.data.task,
-        "train_length": train_length,
         "random_accuracy": run.data.of.random_accuracy,
         "dropout": run.evaluation.dropout,
         "lengths": lengths,

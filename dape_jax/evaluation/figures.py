@@ -76,7 +76,6 @@ def delta_table(results: Results) -> Table:
         ]
     ylabel = "ΔP (> 0: context helps)"
     figure, panels = _plot(results, "deltas", "delta", ylabel, "delta", "ΔP minus that of\n{}")
-    panels[0].axhline(0, color="gray", linewidth=1, zorder=1.9)  # below the curves
     for panel, name in zip(panels, ("deltas", "differences"), strict=False):
         values = only_drawn(each["delta"] for run in results if name in run for each in run[name])
         if max(map(abs, values), default=0) > 10:
@@ -154,13 +153,14 @@ def _plot(
     panels = list(figure.subplots(2 if baseline else 1, sharex=True, squeeze=False)[:, 0])
     fields = (name, field, ylabel), ("differences", difference, difference_label.format(baseline))
     for panel, (of_run, of_point, label) in zip(panels, fields, strict=False):
-        if of_run == "differences":
+        if of_run in ("deltas", "differences"):
             panel.axhline(0, color="gray", linewidth=1, zorder=1.9)  # below the curves
         for run, style in zip(results, styles_for(results), strict=True):
             if of_run in run:
                 points = [point for point in run[of_run] if x in point]  # not the differences of means
                 _curve(panel, [point[x] for point in points], points, of_point, run["name"], style | style_more)
         ends = [point[x] for point in results[0][name]]
+        panel.update_datalim([(end, 0) for end in ends], updatey=False)  # also if no point is drawn
         ticks = [2**octave for octave in range(ends[-1].bit_length())] if by_position else ends
         panel.set_xscale("log", base=2)
         panel.set_xticks(ticks, [str(tick) for tick in ticks], rotation=45 if len(ticks) > 8 else 0)

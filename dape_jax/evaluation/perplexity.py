@@ -34,7 +34,7 @@ from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, model_at, run_in_batches
 from dape_jax.evaluation.protocols import PROTOCOLS, Protocol, longest_window, methods_of, save
 from dape_jax.evaluation.statistics import NllByLength
-from dape_jax.evaluation.trained import TrainedModel, corpora_of, program_key, read_models, require_same, restore
+from dape_jax.evaluation.trained import TrainedModel, compile_each, corpora_of, read_models, require_same, restore
 from dape_jax.model.positions import STRETCHES, Rope
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.progress import Progress
@@ -68,70 +68,28 @@ def evaluate(
             does not fit into memory; later, if a checkpoint is damaged.
     """
     options.refuse("runs on tasks", "num_sequences", "dropout")
-    require(options.protocol in PROTOCOLS, "protocol", options.protocol, f"must be one of {list(PROTOCOLS)}")
-    protocol, last_tokens = PROTOCOLS[options.protocol], options.last_tokens
-    allowed = f"must not be given with --protocol={options.protocol}, which has its own number of scored tokens"
-    require(last_tokens is None or protocol.windows is None, "last_tokens", last_tokens, allowed)
     models = read_models(RunConfig, workdirs, options, mesh, "lengths", "last_tokens", "max_windows")
-    if options.stride is not None:
-        require(protocol.windows is None, "stride", options.stride, "must not be given with --protocol")
-        longest = max(models[0].run.evaluation.lengths)
-        one = len(models[0].run.evaluation.lengths) == 1 and 0 < options.stride <= longest
-        require(one, "stride", options.stride, f"must be 1 to {longest}, with one length (--lengths)")
-        protocol = protocol._replace(windows=longest_window)
-    models = [scored_as(protocol, model) for model in models]
-    variants = rotary_variants(models, options.rotary)
-    fields = ("evaluation.lengths", "evaluation.last_tokens", "evaluation.max_windows")
-    require_same(models, *(["train.train_length"] if options.protocol == "delta" else []), *fields)
-    identities = [
-        [
-            model.identity
-            | {"name": variant_name(model, rotary), "train_length": model.run.train.train_length, "rotary": rotary}
-            for rotary in chosen
-        ]
-        for model, chosen in zip(models, variants, strict=True)
-    ]
-    methods_of([each for of_model in identities for each in of_model], options)  # refuses wrong names
+    protocol = protocol_of(options, models[0].run.evaluation.lengths)
+    models = rotary_variants([scored_as(protocol, model) for model in models], options.rotary)
+    fields = "evaluation.lengths", "evaluation.last_tokens", "evaluation.max_windows"
+    require_same(models, *["train.train_length"] * (options.protocol == "delta"), *fields)
+    methods_of([model.identity for model in models], options)  # refuses wrong names
 
     store, digests = common_text(models, options.data, options.split, options.verify)
-    evaluation = models[0].run.evaluation
-    longest, bos = max(evaluation.lengths), first_token(models, options.bos)
-    first = None if bos is None else store.tokenizer.id_of(bos)
-    if options.stride is None:
-        windows = choose_windows(store, longest, evaluation.max_windows, first)
-        shortest = longest + 1
-        facts: dict[str, Any] = {} if bos is None else {"bos": bos}
-    else:
-        windows = strided_windows(store, longest, options.stride, first)[: options.max_windows]
-        shortest = 3 if first is None else 2  # with the end of the document, which is not scored
-        facts = {"stride": options.stride, "bos": bos}
-    documents = np.array([window.document for window in windows])
-    facts |= {"last_tokens": evaluation.last_tokens, "split": options.split}
-    counts = store.num_documents, store.num_tokens, int((np.diff(store.offsets) < shortest).sum())
-    message = "text: %s documents (%s tokens); %s of them are left out, being shorter than %s tokens"
-    logger.info(message, *(f"{count:,}" for count in (*counts, shortest)))
-
+    windows, facts = windows_of(store, models, options)
     directory = make_results_directory(output or report.common_directory(workdirs))
     # Compile everything before reading parameters, so that a length that does not fit is refused early.
-    programs = dict[Any, list[Program]]()
-    for model, chosen in zip(models, variants, strict=True):
-        for rotary in chosen:
-            if (*program_key(model), rotary) not in programs:
-                programs[*program_key(model), rotary] = compile_lengths(model, rotary, len(windows))
-    results = []
-    num_bytes = None
+    programs = compile_each(models, functools.partial(compile_lengths, num_windows=len(windows)))
+    evaluation, num_bytes, results = models[0].run.evaluation, None, []
     if store.tokenizer.decodes_tokens_alone:
         num_bytes = [scored_bytes(store, windows, n, min(n, evaluation.last_tokens)) for n in evaluation.lengths]
-    for model, digest, of_model in zip(models, digests, identities, strict=True):
+    documents = np.array([window.document for window in windows])
+    for model, digest, compiled in zip(models, digests, programs, strict=True):
         mesh_of_model, params = restore(model)
-        for identity in of_model:
-            compiled = programs[*program_key(model), identity["rotary"]]
-            nll = score_windows(compiled, params, mesh_of_model, store, windows, identity["name"])
-            if options.stride is not None:
-                nll = {length: mask_unscored(of_all, windows) for length, of_all in nll.items()}
-            scores = protocol.scores(documents, nll)._replace(num_bytes=num_bytes)
-            result = protocol.result(scores, identity["train_length"])
-            results.append(identity | {"data": digest, **facts} | result)
+        nll = score_windows(compiled, params, mesh_of_model, store, windows, model.name)
+        scores = protocol.scores(documents, nll)._replace(num_bytes=num_bytes)
+        result = protocol.result(scores, model.run.train.train_length)
+        results.append(model.identity | {"data": digest, **facts} | result)
         del params  # before the next model's are read
     return save(protocol.stem, directory, results, options)
 
@@ -139,8 +97,26 @@ def evaluate(
 # ---- models, variants and corpora
 
 
-def rotary_variants(models: Sequence[Model], rotary: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the rotary variants of each model: `rotary` for models with RoPE, only "rope" (as trained) for others.
+def protocol_of(options: Options, lengths: Sequence[int]) -> Protocol:
+    """Return the protocol that the options ask for; with --stride, all tokens of windows of the only length count.
+
+    Raises:
+        InputError: it is unknown, or options contradict it or the lengths.
+    """
+    require(options.protocol in PROTOCOLS, "protocol", options.protocol, f"must be one of {list(PROTOCOLS)}")
+    protocol, stride = PROTOCOLS[options.protocol], options.stride
+    allowed = f"must not be given with --protocol={options.protocol}, which has its own number of scored tokens"
+    require(options.last_tokens is None or protocol.windows is None, "last_tokens", options.last_tokens, allowed)
+    if stride is None:
+        return protocol
+    require(protocol.windows is None, "stride", stride, "must not be given with --protocol")
+    allowed = f"must be 1 to {max(lengths)}, with one length (--lengths)"
+    require(len(lengths) == 1 and 0 < stride <= max(lengths), "stride", stride, allowed)
+    return protocol._replace(windows=longest_window)
+
+
+def rotary_variants(models: Sequence[Model], rotary: tuple[str, ...]) -> list[Model]:
+    """Return a model for each rotary variant: `rotary` of models with RoPE, only "rope" (as trained) of others.
 
     Raises:
         InputError: a variant is unknown or given twice, or no model has RoPE and others than "rope" are asked for.
@@ -150,7 +126,11 @@ def rotary_variants(models: Sequence[Model], rotary: tuple[str, ...]) -> list[tu
     names = [type(model.run.model.rotary).__name__ for model in models]
     allowed = f"must be 'rope', as trained: no model has RoPE, model.rotary is {', '.join(names)}"
     require(rotary == ("rope",) or Rope.__name__ in names, "rotary", rotary, allowed)
-    return [rotary if name == Rope.__name__ else ("rope",) for name in names]
+    return [
+        dataclasses.replace(model, rotary=each, name=model.name + ("" if each == "rope" else f"+{each}"))
+        for model, name in zip(models, names, strict=True)
+        for each in (rotary if name == Rope.__name__ else ("rope",))
+    ]
 
 
 def first_token(models: Sequence[Model], bos: bool) -> str | None:
@@ -164,11 +144,6 @@ def first_token(models: Sequence[Model], bos: bool) -> str | None:
     allowed = f"must be False to compare models that begin a text differently: {names}"
     require(len(set(names.values())) <= 1, "bos", bos, allowed)
     return next(iter(names.values()), None)
-
-
-def variant_name(model: Model, rotary: str) -> str:
-    """Return the name of a model in one rotary variant."""
-    return model.name + ("" if rotary == "rope" else f"+{rotary}")
 
 
 def scored_as(protocol: Protocol, model: Model) -> Model:
@@ -247,6 +222,24 @@ class Window:
         return slice(stop - (last_tokens if self.num_scored is None else self.num_scored), stop)
 
 
+def windows_of(store: TokenStore, models: Sequence[Model], options: Options) -> tuple[list[Window], dict[str, Any]]:
+    """Return the windows that all models are scored on, and the facts about them in a result."""
+    evaluation = models[0].run.evaluation
+    longest, bos = max(evaluation.lengths), first_token(models, options.bos)
+    first = None if bos is None else store.tokenizer.id_of(bos)
+    if options.stride is None:
+        windows, shortest = choose_windows(store, longest, evaluation.max_windows, first), longest + 1
+        facts: dict[str, Any] = {} if bos is None else {"bos": bos}
+    else:
+        windows = strided_windows(store, longest, options.stride, first)[: options.max_windows]
+        shortest = 3 if first is None else 2  # with the end of the document, which is not scored
+        facts = {"stride": options.stride, "bos": bos}
+    counts = store.num_documents, store.num_tokens, int((np.diff(store.offsets) < shortest).sum())
+    message = "text: %s documents (%s tokens); %s of them are left out, being shorter than %s tokens"
+    logger.info(message, *(f"{count:,}" for count in (*counts, shortest)))
+    return windows, facts | {"last_tokens": evaluation.last_tokens, "split": options.split}
+
+
 def choose_windows(store: TokenStore, longest: int, max_windows: int, first: int | None = None) -> list[Window]:
     """Return non-overlapping windows of the longest length, from the end of each document backwards.
 
@@ -309,14 +302,6 @@ def scored_bytes(store: TokenStore, windows: Sequence[Window], length: int, last
     return sum(len(store.tokenizer.decode(tokens)) for tokens in scored)
 
 
-def mask_unscored(nll: np.ndarray, windows: Sequence[Window]) -> np.ndarray:
-    """Return the nll of all targets of windows, without those that the windows do not score."""
-    is_unscored = np.ones(nll.shape, bool)
-    for row, window in zip(is_unscored, windows, strict=True):
-        row[window.scored(len(row), len(row))] = False
-    return np.ma.masked_array(nll, is_unscored)
-
-
 def window_batch(
     store: TokenStore, windows: Sequence[Window], length: int, rows: Int[np.ndarray, "B"]
 ) -> dict[str, np.ndarray]:
@@ -328,17 +313,17 @@ def window_batch(
 # ---- scores
 
 
-def compile_lengths(model: Model, rotary: str, num_windows: int) -> list[Program]:
+def compile_lengths(model: Model, num_windows: int) -> list[Program]:
     """Compile the scoring step of one model for every length, without reading its parameters."""
     mesh, run, evaluation = make_mesh(model.mesh), model.run, model.run.evaluation
 
     def step_at(length: int) -> tuple[Wrapped, TransformerConfig, int]:
-        config = model_at(run.model, length, evaluation, rotary, run.train.train_length)
+        config = model_at(run.model, length, evaluation, model.rotary, run.train.train_length)
         step = make_nll_step(model_structure(config)[0], min(evaluation.last_tokens, length))
         return step, config, batch_size_at(length, num_windows, evaluation, mesh)
 
-    params, name = abstract_params(run.model, mesh), variant_name(model, rotary)
-    return compile_programs(step_at, evaluation.lengths, params, mesh, batch_names=("inputs", "targets"), name=name)
+    params, names = abstract_params(run.model, mesh), ("inputs", "targets")
+    return compile_programs(step_at, evaluation.lengths, params, mesh, batch_names=names, name=model.name)
 
 
 def score_windows(
@@ -358,5 +343,15 @@ def score_windows(
                 mesh=mesh,
                 progress=lambda num_rows, program=program: bar.update(num_rows * program.row_flops),
             )
-            nll_by_length[program.length] = nll.astype(np.float64)
+            nll_by_length[program.length] = mask_unscored(nll.astype(np.float64), windows)
     return nll_by_length
+
+
+def mask_unscored(nll: np.ndarray, windows: Sequence[Window]) -> np.ndarray:
+    """Return the nll of the last targets of windows, without those that windows with `num_scored` do not score."""
+    if windows[0].num_scored is None:
+        return nll
+    is_unscored = np.ones(nll.shape, bool)
+    for row, window in zip(is_unscored, windows, strict=True):
+        row[window.scored(len(row), len(row))] = False
+    return np.ma.masked_array(nll, is_unscored)

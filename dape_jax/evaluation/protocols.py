@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from dape_jax.errors import require
+from dape_jax.errors import printable, require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.config import EvaluationConfig
 from dape_jax.evaluation.figures import accuracy_table, delta_table, perplexity_table, positions_table
@@ -62,6 +62,7 @@ class Method(NamedTuple):
     name: str
     names: set[str]  # also of its runs
     label: str
+    task: str
     runs: list[Run]
 
 
@@ -84,15 +85,15 @@ def methods_of(runs: Results, options: Options) -> list[Method]:
         name = _common_name([run["name"] for run in of_method])
         known = {name}.union(*map(_names_of, of_method))
         names[name] = None
-        label = next((labels[each] for each in labels if each in known), name)
-        methods.append(Method(name, known, label, of_method))
+        label = printable(next((labels[each] for each in labels if each in known), name))  # files are UTF-8
+        methods.append(Method(name, known, label, (ABSENT | of_method[0])["task"], of_method))
     for field, given in (("labels", list(labels)), ("baseline", [options.baseline] if options.baseline else [])):
         for each in given:
             is_known = any(each in method.names for method in methods)
             require(is_known, f"--{field}", each, f"must be one of the runs {', '.join(names)}")
     advice = "needs another method to compare; --group_seeds=no makes one of each run"
     require(options.baseline is None or len(methods) > 1, "--baseline", options.baseline, advice)
-    shown = [(method.label, (ABSENT | method.runs[0])["task"]) for method in methods]
+    shown = [(method.label, method.task) for method in methods]
     require(len(set(shown)) == len(shown), "--labels", [label for label, _ in shown], "must be different names")
     return methods
 
@@ -290,7 +291,7 @@ def compare(stem: str, runs: Results, options: Options) -> list[Run]:
         style = first["method"] if "method" in first else first["name"]
         result |= {"name": method.label, "style": style, "runs": [run["name"] for run in method.runs]}
         for base in baselines:
-            if base is not method and (ABSENT | base.runs[0])["task"] == (ABSENT | first)["task"]:
+            if base is not method and base.task == method.task:
                 ours, theirs = _pairs(method.runs, base.runs)
                 differences = [each | {"seeds": len(ours)} for each in REPORTS[stem].subtract(ours, theirs)]
                 result |= {"baseline": base.label, "differences": differences}

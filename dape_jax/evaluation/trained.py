@@ -30,6 +30,7 @@ from dape_jax.training.step import abstract_params
 
 logger = logging.getLogger(__name__)
 
+Programs = TypeVar("Programs")
 AnyRunConfig = TypeVar("AnyRunConfig", bound=RunConfig | TaskRunConfig)
 UNGROUPED = (*RESUMABLE_FIELDS, "model.vocab_multiple")  # config fields that do not change results
 
@@ -44,6 +45,7 @@ class TrainedModel(Generic[AnyRunConfig]):
     run: AnyRunConfig  # config of the training run, with the evaluation fields that the caller overrides
     data_digest: str  # of the training corpus, or of the task's strings
     mesh: MeshConfig  # over the devices of this machine, independent of the mesh of the training run
+    rotary: str = "rope"  # as trained, or a variant of RoPE; see `positions.stretched`
 
     @property
     def label(self) -> str:
@@ -53,9 +55,10 @@ class TrainedModel(Generic[AnyRunConfig]):
     @property
     def identity(self) -> dict[str, Any]:
         """Return the fields by which a report identifies the run; `config` is equal for runs that differ in seeds."""
-        about = {"name": self.name, "workdir": str(self.workdir), "step": self.step, "method": method_name(self.run)}
-        digest = json_digest([fields_without(self.run, UNGROUPED), self.data_digest])
-        return about | {"seed": self.run.train.seed, "config": digest}
+        run, digest = self.run, json_digest([fields_without(self.run, UNGROUPED), self.data_digest])
+        about = {"name": self.name, "workdir": str(self.workdir), "step": self.step, "method": method_name(run)}
+        about |= {"task": run.data.task} if isinstance(run, TaskRunConfig) else {"rotary": self.rotary}
+        return about | {"train_length": run.train.train_length, "seed": run.train.seed, "config": digest}
 
 
 def fields_without(run: RunConfig | TaskRunConfig, names: Sequence[str], *, seeds: bool = False) -> dict[str, Any]:
@@ -152,10 +155,16 @@ def named_apart(models: Sequence[TrainedModel[AnyRunConfig]], field: str) -> lis
     raise InputError(f"{field} = {[str(model.workdir) for model in models]}: must be different directories")
 
 
-def program_key(trained: TrainedModel) -> tuple[Any, ...]:
-    """Return a key that is equal for models, such as those of several seeds, which have the same compiled programs."""
-    run = trained.run
-    return run.model, run.evaluation, run.train.train_length, dataclasses.replace(run.data, seed=0), trained.mesh
+def compile_each(models: Sequence[TrainedModel], compile_model: Callable[..., Programs]) -> list[Programs]:
+    """Return the programs of every model; models such as those of several seeds have the same, compiled once."""
+    programs, keys = dict[Any, Programs](), []
+    for model in models:
+        run = model.run
+        of_data = dataclasses.replace(run.data, seed=0)
+        keys.append((run.model, run.evaluation, run.train.train_length, of_data, model.mesh, model.rotary))
+        if keys[-1] not in programs:
+            programs[keys[-1]] = compile_model(model)
+    return [programs[key] for key in keys]
 
 
 def require_same(models: Sequence[TrainedModel], *fields: str) -> None:
