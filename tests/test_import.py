@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import chex
@@ -491,11 +493,36 @@ def test_a_tokenizer_of_two_files_is_converted(directories, tmp_path, text, monk
 
 
 @pytest.mark.hf
+@pytest.mark.extra
+@pytest.mark.parametrize("name", ["tokenizer.model", "spiece.model"])
+def test_a_sentencepiece_model_is_converted_by_its_own_kind(name, tmp_path, monkeypatch):
+    """`LlamaTokenizer` would merge Unigram's "a" and "b". The package sentencepiece need not be installed."""
+    convert = importlib.import_module("transformers.convert_slow_tokenizer")
+    monkeypatch.setattr(convert, "requires_backends", lambda *_: None)
+    proto = convert.import_protobuf().ModelProto()
+    proto.trainer_spec.model_type = 1  # Unigram
+    pieces = {"<unk>": (0, 2), "</s>": (0, 3), "▁": (-1, 1), "a": (-1, 1), "b": (-1, 1), "ab": (-9, 1)}
+    for piece, (score, kind) in pieces.items():
+        proto.pieces.add(piece=piece, score=score, type=kind)
+    (tmp_path / name).write_bytes(proto.SerializeToString())
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    other = SimpleNamespace(SentencePieceProcessor=lambda model_file: SimpleNamespace(encode=lambda text: [5]))
+    monkeypatch.setitem(sys.modules, "sentencepiece", other)
+    with pytest.raises(InputError, match=f"{name} cannot be converted: update transformers"):
+        source_tokenizer(tmp_path, 6)
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    assert source_tokenizer(tmp_path, 6).encode(b"ab")[-2:].tolist() == [3, 4]
+
+
+DOWNLOADED = ["config.json", "a.safetensors", "spiece.model", "vocab.txt", "merges.txt"]
+
+
+@pytest.mark.hf
 def test_a_model_of_the_hub_is_downloaded_or_the_line_says_how(tmp_path, monkeypatch):
     asked = []
 
     def download(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        files = ["config.json", "a.safetensors", "consolidated.safetensors", "original/params.json", "a.bin"]
+        files = [*DOWNLOADED, "consolidated.safetensors", "original/params.json", "a.bin"]
         patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
         asked.append((name, list(filter_repo_objects(files, **patterns))))
         if name.startswith("offline"):
@@ -506,7 +533,7 @@ def test_a_model_of_the_hub_is_downloaded_or_the_line_says_how(tmp_path, monkeyp
     assert find_source("Qwen/Qwen3-0.6B") == tmp_path
     with pytest.raises(InputError, match=r"hf download offline/a --local-dir=DIRECTORY. ConnectionError: no network"):
         find_source("offline/a")
-    assert asked == [(name, ["config.json", "a.safetensors"]) for name in ("Qwen/Qwen3-0.6B", "offline/a")]
+    assert asked == [(name, DOWNLOADED) for name in ("Qwen/Qwen3-0.6B", "offline/a")]
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(InputError, match=r"hf download a/b --local-dir=DIRECTORY \(pip install 'accelerate"):
         find_source("a/b")
@@ -709,6 +736,8 @@ def test_old_names_of_options_mean_the_same(directories):
     floats = LLAMA3 | {"original_max_position_embeddings": 16.0}  # LLaMA-Factory multiplies lengths by floats
     found = family_of(new | {"max_position_embeddings": 64.0, "rope_parameters": floats})
     assert (found.model, found.max_length) == (family_of(new).model, 64)
+    other = family_of(new | {"rope_parameters": {"original_max_position_embeddings": 9}})  # only of other kinds
+    assert other.model["rotary"] == {"name": "rope", "base": 10_000.0, "fraction": 1.0}
     del old["rope_parameters"]
     assert family_of(old).model == family_of(new).model
     new = json.loads((directories("pythia") / "config.json").read_text())

@@ -35,12 +35,13 @@ HARMLESS = re.compile(
     r"|return_dict.*|generation.*|(use_)?cache(_implementation)?|is_decoder|do_sample|temperature|top_[kp]|typical_p"
     r"|num_beam.*|num_return_sequences|early_stopping|.*_penalty|.*no_repeat_ngram_size|bad_words_ids"
     r"|(max|min)_(new_tokens|length)|n_special|predict_special_tokens|custom_pipelines|num_steps|type_vocab_size"
+    r"|bias|dual_chunk_attention_config"  # tensors show biases; Qwen2.5-1M has the second, for vLLM
     # computation: dtypes, kernels, lengths that nothing depends on, and experts, which `family_of` refuses unless none
     r"|(torch_)?dtype|(use_)?(bfloat16|float16|bf16|fp16)|.*softmax_in_fp32|.*flash_att.*|attn_implementation|torchscript"
     r"|max_window_layers|chunk_size_feed_forward|.*expert.*|(model_)?max_(seq|sequence)?_?len(gth)?|seq_len(gth)?"
 )
 # Fields whose default in transformers or a model's own code, which our models have, is not null, false or empty.
-DEFAULTS = {"is_causal": True, "scale_attn_weights": True, "partial_rotary_factor": 1}
+DEFAULTS = {"is_causal": True, "scale_attn_weights": True, "partial_rotary_factor": 1, "activation": "swiglu"}
 DEFAULTS |= {"full_attn_mod": 1, "interpolate_factor": 1, "rotary_scaling_factor": 1}  # of Phi-4-mini and StableLM
 # Buffers that older versions of transformers saved with the parameters.
 BUFFERS = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.masked_bias")
@@ -181,7 +182,8 @@ def family_of(config: dict[str, Any]) -> Family:
     for each in text:
         fields.check(not text[each] or "expert" not in each, each, "mixtures of experts are not supported")
         is_quantized = each in ("quantization_config", "quantization") and bool(text[each])
-        fields.check(not is_quantized, each, "must be missing: save the model without quantization first")
+        allowed = "must be missing: save the model without quantization first, or remove it if no tensor is quantized"
+        fields.check(not is_quantized, each, allowed)
     name = fields.take("model_type", str)
     fields.check(name in FAMILIES, "model_type", f"must be one of {list(FAMILIES)}")
     family = FAMILIES[name](fields)
@@ -235,8 +237,8 @@ def _rotary(fields: Fields, max_length: int, base: float = 10_000.0, fraction: f
     allowed = f"must be one of {list(SCALINGS)}"
     scaling.check(kind in SCALINGS, "rope_type" if "rope_type" in scaling.config else "type", allowed)
     rotary, factor = {"name": SCALINGS[kind], **shared}, 1.0
+    original = scaling.take("original_max_position_embeddings", int, max_length)
     if rotary["name"] == "longrope":
-        original = scaling.optional("original_max_position_embeddings", int)
         original = fields.take("original_max_position_embeddings", int, original)  # it takes precedence in transformers
         factor = scaling.take("factor", float, max_length / original)
         scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
@@ -245,10 +247,9 @@ def _rotary(fields: Fields, max_length: int, base: float = 10_000.0, fraction: f
     elif kind != "default":
         rotary["factor"] = factor = scaling.take("factor", float)
     if kind == "dynamic":
-        rotary["train_length"] = max_length
-        scaling.read.add("original_max_position_embeddings")  # LLaMA-Factory writes it; transformers does not read it
+        rotary["train_length"] = max_length  # not `original`, which LLaMA-Factory writes and transformers does not read
     if kind == "llama3":
-        rotary["train_length"] = scaling.take("original_max_position_embeddings", int)
+        rotary["train_length"] = original
         rotary["low_frequency_factor"] = scaling.take("low_freq_factor", float)
         rotary["high_frequency_factor"] = scaling.take("high_freq_factor", float)
     elif kind == "yarn":
@@ -259,7 +260,7 @@ def _rotary(fields: Fields, max_length: int, base: float = 10_000.0, fraction: f
             scale, scale_of_dims = (0.1 * each * math.log(factor) + 1 for each in (of_all, of_dims))
             rotary["attention_factor"] = scale / scale_of_dims
         rotary["truncate"] = scaling.take("truncate", bool, True)
-        rotary["train_length"] = scaling.take("original_max_position_embeddings", int, max_length)
+        rotary["train_length"] = original
         rotary["beta_fast"] = scaling.take("beta_fast", float, 32.0)
         rotary["beta_slow"] = scaling.take("beta_slow", float, 1.0)
     scaling.refuse_others()

@@ -4,8 +4,10 @@ The run has no training text: `data.path` is None. Its optimizer and schedule ar
 `compare_logits` is `dape-import --check`.
 """
 
+import contextlib
 import dataclasses
 import functools
+import importlib
 import json
 import logging
 import tempfile
@@ -39,6 +41,8 @@ from dape_jax.training.step import abstract_params
 
 logger = logging.getLogger(__name__)
 
+_TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")  # without a tokenizer.json
+_SAMPLE = "The ids of these words, 1234 of them:\n  é, 日本 and 🙂"
 _CHECK_TOKENS = 64  # largest length of the random sequences of `compare_logits`
 _CHECK_TOLERANCE = 1e-3  # of the largest logit
 
@@ -105,20 +109,31 @@ def source_tokenizer(directory: Path, num_ids: int) -> Tokenizer:
 
 
 def _convert_tokenizer(directory: Path, folder: str) -> None:
-    """Write the tokenizer.json that transformers makes of a checkpoint's other files."""
-    others = [name for name in ("tokenizer.model", "vocab.json") if (directory / name).exists()]
-    allowed = f"has no {TOKENIZER_FILE}; give --tokenizer"
-    require(bool(others), "source", str(directory), allowed)
+    """Write the tokenizer.json that transformers makes of a checkpoint's other files.
+
+    A sentencepiece model is converted as it describes itself: the class that `tokenizer_class` names may be of another
+    kind (LlamaTokenizer of Unigram). Old releases of transformers convert it wrongly.
+    """
+    others = [name for name in _TOKENIZER_FILES if (directory / name).exists()]
+    require(bool(others), "source", str(directory), f"has no {TOKENIZER_FILE}; give --tokenizer")
     require_package("transformers", "hf", f"{directory}: tokenizer", others[0])
     import transformers  # large, and needed only here
 
-    try:
-        transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False).save_pretrained(folder)
-    except Exception as error:  # of many kinds: a damaged file, or the package sentencepiece is missing
-        reason = " ".join(str(error).split())[:200]
+    kind, advice = transformers.AutoTokenizer, ""
+    if others[0].endswith(".model"):
+        kind = type("Model", (transformers.PreTrainedTokenizerFast,), {"vocab_files_names": {"vocab_file": others[0]}})
         advice = "; it needs the package sentencepiece, or tiktoken (in a clone: git lfs pull)"
-        advice = advice if others[0] == "tokenizer.model" else ""
-        raise InputError(f"source = {str(directory)!r}: {others[0]} cannot be converted: {reason}{advice}") from error
+    where = f"source = {str(directory)!r}: {others[0]} cannot be converted"
+    try:
+        tokenizer = kind.from_pretrained(directory, trust_remote_code=False)
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # of many kinds: a damaged file, or the package sentencepiece is missing
+        raise InputError(f"{where}: {' '.join(str(error).split())[:200]}{advice}") from error
+    with contextlib.suppress(ImportError, RuntimeError):  # of files that are not sentencepiece's
+        sentencepiece = importlib.import_module("sentencepiece")
+        expected = sentencepiece.SentencePieceProcessor(model_file=str(directory / others[0])).encode(_SAMPLE)
+        if tokenizer.encode(_SAMPLE, add_special_tokens=False) != expected:
+            raise InputError(f"{where}: update transformers, whose release gives other ids than sentencepiece")
 
 
 def run_spec(
