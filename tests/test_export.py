@@ -208,6 +208,22 @@ def test_a_model_saved_by_pytorch_is_imported(exported, tmp_path):
     assert config.bias == expected_config.bias
 
 
+def test_parameters_that_a_checkpoint_lacks_are_those_of_a_new_model(exported, tmp_path):
+    """Add a head, and DAPE as the identity; transformers gives them memory without values."""
+    directory, x = exported("alibi")[1], torch.tensor(tokens())
+    transformers.AutoModel.from_pretrained(directory, trust_remote_code=True).save_pretrained(tmp_path / "headless")
+    processor = {"processor": DAPE["processor"] | {"init": "identity"}}
+    for place, changes, new in ((tmp_path / "headless", {}, "unembedding_DV"), (directory, processor, "processor")):
+        with pytest.raises(AssertionError, match=new):
+            load_model(place, **changes)
+        load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, place, trust_remote_code=True)
+        model, same = load(**changes), load_model(directory).state_dict()
+        for name, parameter in model.state_dict().items():
+            is_right = parameter.abs().max() < 2 if new in name else torch.equal(parameter, same[name])
+            assert is_right, name
+    assert torch.equal(model(x).logits, load_model(directory)(x).logits)
+
+
 def test_training_in_pytorch(exported):
     """Check that the loss is the mean over next tokens, and that checkpointing changes no gradient."""
     _, directory = exported("pythia")
@@ -272,6 +288,8 @@ def test_arguments_that_would_be_ignored_are_refused(exported):
     for options, message in refused:
         with pytest.raises(ValueError, match=message):
             model(x, **options)
+    with pytest.raises(ValueError, match="output_attentions: must be None"):
+        load_model(exported("llama")[1], output_attentions=True)(x)
     for wrong in (x[0], x[:, :0]):
         with pytest.raises(ValueError, match=r"shape of input_ids = .*: must be \[B, T\], with a token or more"):
             model(wrong)
@@ -374,7 +392,8 @@ def test_embeddings_the_base_model_and_some_logits(exported, name):
     model = load_model(directory)
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert table.weight is model.embedding_VD is model.resize_token_embeddings(257).weight
-    out = model(x, output_hidden_states=True)
+    out = load_model(directory, output_hidden_states=True)(x)
+    assert torch.equal(model(x, output_hidden_states=True).hidden_states[0], out.hidden_states[0])
     assert torch.equal(model(inputs_embeds=table(x)).logits, out.logits)
     torch.testing.assert_close(head(out.hidden_states[-1]), out.logits)
     torch.testing.assert_close(out.hidden_states[-1] @ head.weight.T, out.logits)

@@ -222,7 +222,7 @@ def test_no_step_is_taken_after_the_last_stop():
 @pytest.mark.parametrize(
     ("gen_kwargs", "expected"),
     [
-        ({"until": ["\n\n"]}, (("\n\n",), 256, Sampling(0.0))),
+        ({"until": ["\n\n"], "top_k": None}, (("\n\n",), 256, Sampling(0.0))),
         ({"until": "a", "max_gen_toks": 7, "temperature": 0.0}, (("a",), 7, Sampling(0.0))),
         ({"until": ["a", ""], "do_sample": False, "temperature": 0.7}, (("a",), 256, Sampling(0.0))),
         ({"do_sample": True, "temperature": 0.7, "top_k": 0, "num_beams": 1}, ((), 256, Sampling(0.7))),

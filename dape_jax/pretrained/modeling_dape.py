@@ -797,7 +797,14 @@ class DapeModel(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Do nothing: keep the initial values of the modules' constructors."""
+        """Keep the values of constructors; give parameters that a checkpoint lacks those of a new model."""
+        params = dict(self.named_parameters())
+        missing = [name for name, parameter in params.items() if not hasattr(parameter, "_is_hf_initialized")]
+        if 0 < len(missing) < len(params):
+            new = type(self)(self.config)  # pyright: ignore[reportArgumentType]  # a DapeConfig
+            for name in missing:
+                params[name].copy_(new.get_parameter(name))
+                params[name]._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]  # transformers' flag
 
     def enable_input_require_grads(self) -> None:
         """Do nothing: gradient checkpointing here does not need a gradient of a layer's input."""
@@ -855,7 +862,7 @@ class DapeModel(PreTrainedModel):
             ValueError: an argument is not supported, padding is between tokens, or a cache is not possible.
         """
         harmless = _WITHOUT_EFFECT if position_ids is None else _WITHOUT_EFFECT + _OF_PACKING
-        for name, value in others.items():
+        for name, value in ({"output_attentions": self.config.output_attentions} | others).items():
             if value is not None and value is not False and name not in harmless:
                 raise ValueError(f"{name}: must be None or False: this model has no such argument")
         if (input_ids is None) == (inputs_embeds is None):
@@ -885,7 +892,8 @@ class DapeModel(PreTrainedModel):
             is_right_BT = given_BT == pos_BT
             is_packed = not is_compiling and not bool(is_right_BT.all())
             if is_packed or (is_compiling and not use_cache and cache is None):  # in a graph perhaps
-                _require(cache is None, "cache", type(cache).__name__, "must be None with packed sequences")
+                allowed = "must be None with packed sequences; give an empty prompt a token"
+                _require(cache is None, "cache", type(cache).__name__, allowed)
                 next_BT = functional.pad(given_BT[:, :-1] + 1, (1, 0))
                 is_right_BT = (given_BT == 0) | (given_BT == next_BT) | ~is_token_BT
                 pos_BT, use_cache = given_BT, False
@@ -904,6 +912,8 @@ class DapeModel(PreTrainedModel):
                 _require_all((pos_BT < limit) | ~is_token_BT, "length", f"must be at most learned_positions = {limit}")
             x_BTD = x_BTD + self.positions_PD[pos_BT.clamp(0, limit - 1)].to(x_BTD.dtype)
         hidden_states = []
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         for block in self.layers:
             if output_hidden_states:
                 hidden_states.append(x_BTD)

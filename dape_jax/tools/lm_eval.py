@@ -148,7 +148,7 @@ def read_generation_kwargs(gen_kwargs: dict[str, Any], max_length: int) -> Gener
     require(max_gen_toks < max_length, "generation_kwargs.max_gen_toks", max_gen_toks, allowed)
     sampling = Sampling(
         temperature=float(options["temperature"]) if options["do_sample"] else 0.0,
-        top_k=int(options["top_k"]) or None,
+        top_k=int(options["top_k"] or 0) or None,
         top_p=None if options["top_p"] is None else float(options["top_p"]),
     )
     return GenerationOptions(tuple(stop for stop in until if stop), max_gen_toks, sampling)
