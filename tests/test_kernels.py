@@ -225,9 +225,10 @@ HAS_COMPILER = pytest.mark.skipif(not emulator.is_available(), reason="the emula
 
 def each(cases: dict[str, Case], *implementations: str) -> list:
     return [
-        pytest.param(case, each, id=f"{name}-{each}", marks=[HAS_COMPILER] if each == "cuda" else [])
+        pytest.param(case, implementation, id=f"{name}-{implementation}", marks=marks)
         for name, case in cases.items()
-        for each in implementations
+        for implementation in implementations
+        for marks in [[HAS_COMPILER] if implementation == "cuda" else []]
     ]
 
 

@@ -14,6 +14,7 @@ it calls them.
 
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -72,7 +73,7 @@ def evaluate(
     protocol = protocol_of(options, models[0].run.evaluation.lengths)
     models = rotary_variants([scored_as(protocol, model) for model in models], options.rotary)
     fields = "evaluation.lengths", "evaluation.last_tokens", "evaluation.max_windows"
-    require_same(models, *["train.train_length"] * (options.protocol == "delta"), *fields)
+    require_same(models, *(["train.train_length"] if options.protocol == "delta" else []), *fields)
     methods_of([model.identity for model in models], options)  # refuses wrong names
 
     store, digests = common_text(models, options.data, options.split, options.verify)
@@ -84,12 +85,15 @@ def evaluate(
     if store.tokenizer.decodes_tokens_alone:
         num_bytes = [scored_bytes(store, windows, n, min(n, evaluation.last_tokens)) for n in evaluation.lengths]
     documents = np.array([window.document for window in windows])
-    for model, digest, compiled in zip(models, digests, programs, strict=True):
-        mesh_of_model, params = restore(model)
-        nll = score_windows(compiled, params, mesh_of_model, store, windows, model.name)
-        scores = protocol.scores(documents, nll)._replace(num_bytes=num_bytes)
-        result = protocol.result(scores, model.run.train.train_length)
-        results.append(model.identity | {"data": digest, **facts} | result)
+    inputs = zip(models, digests, programs, strict=True)
+    for _, group in itertools.groupby(inputs, key=lambda each: each[0].workdir):
+        variants = list(group)  # of RoPE, with the same parameters
+        mesh_of_model, params = restore(variants[0][0])
+        for model, digest, compiled in variants:
+            nll = score_windows(compiled, params, mesh_of_model, store, windows, model.name)
+            scores = protocol.scores(documents, nll)._replace(num_bytes=num_bytes)
+            result = protocol.result(scores, model.run.train.train_length)
+            results.append(model.identity | {"data": digest, **facts} | result)
         del params  # before the next model's are read
     return save(protocol.stem, directory, results, options)
 

@@ -85,7 +85,8 @@ def methods_of(runs: Results, options: Options) -> list[Method]:
         name = _common_name([run["name"] for run in of_method])
         known = {name}.union(*map(_names_of, of_method))
         names[name] = None
-        label = printable(next((labels[each] for each in labels if each in known), name))  # files are UTF-8
+        # Escaped where it is not UTF-8, as the files and figures are.
+        label = printable(next((labels[each] for each in labels if each in known), name))
         methods.append(Method(name, known, label, (ABSENT | of_method[0])["task"], of_method))
     for field, given in (("labels", list(labels)), ("baseline", [options.baseline] if options.baseline else [])):
         for each in given:

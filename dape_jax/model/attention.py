@@ -138,7 +138,8 @@ def attend(
     given = q_pos is not None or k_pos is not None
     starts_BS = None
     if segment_ids is not None:
-        segments = segment_ids if isinstance(segment_ids, jax.Array) else np.asarray(segment_ids)  # JAX drops 32 bits
+        # JAX would drop the upper 32 bits of ids with 64, and then some segments could not be told apart.
+        segments = segment_ids if isinstance(segment_ids, jax.Array) else np.asarray(segment_ids)
         require(not given, "q_pos_T, k_pos_S", "given", "must be None with segment_ids")
         shape, expected = segments.shape, k_BSGK.shape[:2]
         require(shape == expected, "segment_ids.shape", shape, f"must be [B, S] = {expected}")

@@ -482,9 +482,11 @@ class SelfAttention(nnx.Module):
 
         else:
             corner = (layer, 0, places.pos[0], 0, 0)
-            written = zip(cache, (k_BSGK, v_BSGK), strict=True)
-            cache = Cache(*(jax.lax.dynamic_update_slice(all_, new[None], corner) for all_, new in written))
-            k_BSGK, v_BSGK = (x[layer] for x in cache)
+            cache = Cache(
+                jax.lax.dynamic_update_slice(cache.k_LBSGK, k_BSGK[None], corner),
+                jax.lax.dynamic_update_slice(cache.v_LBSGK, v_BSGK[None], corner),
+            )
+            k_BSGK, v_BSGK = cache.k_LBSGK[layer], cache.v_LBSGK[layer]
             positions = Positions(places.pos, jnp.arange(k_BSGK.shape[1]))
             attention = Auto() if isinstance(self.attention, Fused) else self.attention
 
@@ -507,7 +509,7 @@ class MLP(nnx.Module):
         self.down_bias_D = bias_parameter(config.mlp_bias, D)
         self.gate_DF = nnx.Param(initializer(config, D)(rngs.params(), (D, F))) if config.gated_mlp else None
         self.gate_bias_F = bias_parameter(config.mlp_bias and config.gated_mlp, F)
-        self.activation = config.activation  # not the function, which `pickle` refuses
+        self.activation = config.activation  # its name: functions of JAX cannot be serialised
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Return down(activation(up(x))), or down(activation(gate(x)) up(x))."""

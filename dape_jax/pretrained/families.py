@@ -35,7 +35,7 @@ HARMLESS = re.compile(
     r"|return_dict.*|generation.*|(use_)?cache(_implementation)?|is_decoder|do_sample|temperature|top_[kp]|typical_p"
     r"|num_beam.*|num_return_sequences|early_stopping|.*_penalty|.*no_repeat_ngram_size|bad_words_ids"
     r"|(max|min)_(new_tokens|length)|n_special|predict_special_tokens|custom_pipelines|num_steps|type_vocab_size"
-    r"|bias|dual_chunk_attention_config"  # tensors show biases; Qwen2.5-1M has the second, for vLLM
+    r"|bias|dual_chunk_attention_config"  # biases are known by their tensors; only vLLM reads the second, of Qwen2.5-1M
     # computation: dtypes, kernels, lengths that nothing depends on, and experts, which `family_of` refuses unless none
     r"|(torch_)?dtype|(use_)?(bfloat16|float16|bf16|fp16)|.*softmax_in_fp32|.*flash_att.*|attn_implementation|torchscript"
     r"|max_window_layers|chunk_size_feed_forward|.*expert.*|(model_)?max_(seq|sequence)?_?len(gth)?|seq_len(gth)?"

@@ -42,6 +42,7 @@ from dape_jax.training.step import abstract_params
 logger = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")  # without a tokenizer.json
+# Text of which the ids of a converted tokenizer are compared.
 _SAMPLE = "The ids of these words, 1234 of them:\n  é, 日本 and 🙂"
 _CHECK_TOKENS = 64  # largest length of the random sequences of `compare_logits`
 _CHECK_TOLERANCE = 1e-3  # of the largest logit
@@ -112,7 +113,11 @@ def _convert_tokenizer(directory: Path, folder: str) -> None:
     """Write the tokenizer.json that transformers makes of a checkpoint's other files.
 
     A sentencepiece model is converted as it describes itself: the class that `tokenizer_class` names may be of another
-    kind (LlamaTokenizer of Unigram). Old releases of transformers convert it wrongly.
+    kind (LlamaTokenizer of Unigram). Some releases of transformers give other ids than sentencepiece, which is compared
+    if it is installed.
+
+    Raises:
+        InputError: there are no such files, a package is missing, or the conversion fails or gives other ids.
     """
     others = [name for name in _TOKENIZER_FILES if (directory / name).exists()]
     require(bool(others), "source", str(directory), f"has no {TOKENIZER_FILE}; give --tokenizer")
@@ -129,11 +134,13 @@ def _convert_tokenizer(directory: Path, folder: str) -> None:
         tokenizer.save_pretrained(folder)
     except Exception as error:  # of many kinds: a damaged file, or the package sentencepiece is missing
         raise InputError(f"{where}: {' '.join(str(error).split())[:200]}{advice}") from error
-    with contextlib.suppress(ImportError, RuntimeError):  # of files that are not sentencepiece's
+    if not others[0].endswith(".model"):
+        return
+    with contextlib.suppress(ImportError, RuntimeError):  # sentencepiece is missing, or the model is of tiktoken
         sentencepiece = importlib.import_module("sentencepiece")
         expected = sentencepiece.SentencePieceProcessor(model_file=str(directory / others[0])).encode(_SAMPLE)
         if tokenizer.encode(_SAMPLE, add_special_tokens=False) != expected:
-            raise InputError(f"{where}: update transformers, whose release gives other ids than sentencepiece")
+            raise InputError(f"{where}: update transformers: this release gives other ids than sentencepiece")
 
 
 def run_spec(

@@ -178,7 +178,7 @@ DEV void copy_weights(Half* to, const Half* from, int fragments) {
     }
 }
 
-// A warp's walk along NC columns, from `begin` on, of 16 rows, from r0 on. column0, of the tile, is -2 AHEAD at least.
+// A warp's walk along NC columns, from `begin` on, of 16 rows, from r0 on. column0, the tile's, is at least -2 AHEAD.
 struct Walk {
     int g = lane() / 4, t = lane() % 4, r0 = THREAD / 32 % (R / 16) * 16, begin = THREAD / 32 / (R / 16) * NC, column0;
     bool near_start;  // the first columns of the sequence are in the walk
