@@ -212,7 +212,7 @@ def use_compilation_cache(directory: str | None = None, name: str = "--compilati
     directory = os.environ.get(field) if directory is None else directory
     if directory:
         path = absolute(to_path(directory, field))
-        with read_errors(field, directory):
+        with read_errors(field, directory, "created or read"):
             path.mkdir(parents=True, exist_ok=True)
             next(path.iterdir(), None)
         import jax  # imported here: it takes seconds, and a wrong flag is reported first

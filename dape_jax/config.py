@@ -155,8 +155,9 @@ class BaseRunConfig:
         """Raise `InputError` unless the model can be split evenly over a mesh."""
         fields = {"D": "width", "H": "num_heads", "G": "num_kv_heads", "F": "mlp_width"}
         check_mesh(mesh, {axis: (f"model.{field}", getattr(self.model, field)) for axis, field in fields.items()})
+        padded = f"model.vocab_multiple = {self.model.vocab_multiple}: the padded model"
         for field in ("vocab_size", "num_outputs"):
-            check_mesh(mesh, {"V": (f"model.{field}", self.model.padded(getattr(self.model, field)))})
+            check_mesh(mesh, {"V": (f"{padded}.{field}", self.model.padded(getattr(self.model, field)))})
 
     def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
         """Raise `InputError` unless batch, sequences and model can be split evenly over a mesh."""
@@ -260,7 +261,7 @@ def read_text(spec: dict[str, Any], path: str, text: str) -> Any:
         kind, *others = typing.get_args(field := typing.get_type_hints(kind)[inner[-1]]) or (field,)
         convert = flags.BooleanParser().parse if kind is bool else kind
         if others == [...]:  # tuple[int, ...], with or without brackets
-            return tuple(map(convert, re.findall(r"[^\s,()\[\]'\"]+", text)))
+            return tuple(map(convert, re.findall(r"[^\s,()\[\]'\"]+", "" if text == "None" else text)))
         return None if text == "None" else convert(text)
     except (KeyError, IndexError, TypeError, ValueError):
         return text

@@ -104,7 +104,7 @@ def _set(config: Any, argument: str) -> None:
     from dape_jax.config import choose, read_text
 
     name, equals, text = argument.lstrip("-").partition("=")
-    path = name.removeprefix("config.")
+    path = name.removeprefix("config.").removesuffix(".name")  # the name of a choice; no other field ends so
     section, _, field = path.rpartition(".")
     known = list(flatten_dict(spec := config.to_dict(), sep="."))
     if path == "model.attention" and equals:  # it does not change results, so that it belongs to no recipe's method

@@ -65,7 +65,7 @@ def absolute(path: epath.PathLike) -> epath.Path:
 
 
 @contextlib.contextmanager
-def read_errors(field: str, path: str) -> Iterator[None]:
+def read_errors(field: str, path: str, work: str = "read") -> Iterator[None]:
     """Raise `InputError` for any error in the block: file systems define their own exceptions."""
     try:
         yield
@@ -73,7 +73,7 @@ def read_errors(field: str, path: str) -> Iterator[None]:
         raise
     except Exception as error:  # ImportError names the missing package
         text = " ".join(str(error).split())
-        raise InputError(f"{field} = {path!r}: cannot be read: {type(error).__name__}: {text}") from error
+        raise InputError(f"{field} = {path!r}: cannot be {work}: {type(error).__name__}: {text}") from error
 
 
 def names_in(directory: epath.Path) -> list[str]:

@@ -428,7 +428,7 @@ def test_runs_on_tasks_are_not_compared_with_others(runs, tmp_path):
 def test_bad_evaluations_are_named_before_the_work(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(accuracy, "restore", None)  # calling it is a TypeError
     for sizes, words in (
-        ((1, 1, 4, 2), "model.vocab_size = 3: must be a multiple of mesh.tensor = 2"),
+        ((1, 1, 4, 2), "model.vocab_multiple = 1: .*model.vocab_size = 3: must be a multiple of mesh.tensor = 2"),
         ((1, 1, 16, 1), "mesh = 'context=16': must multiply to 8 devices"),
     ):
         with pytest.raises(InputError, match=words):

@@ -63,7 +63,7 @@ def run_all(commands: list[list[str]], scratch: Path) -> list[tuple[int, str, st
 TRAIN = "train.py --workdir=run --config=configs/"
 FLAGS = "--config.train.num_stpes=8 --config.num_steps=8 --config.trian.num_steps=8 --config.model.rotary.factor=4 "
 FLAGS += "--config.optimizer.lr=1 --config.train.learning_rate=1 "
-FLAGS += "--config.model.bias=alibi --config.train.num_steps"
+FLAGS += "--config.model.bias=alibi --config.model.bias.name=alibi --config.train.num_steps"
 WRONG = "--config.model.window=a --config.model.alternate_rotary=rope --config.train.profile_steps=3,a"
 # Command lines, and words of each line of error, separated by "&".
 REFUSED = {
@@ -91,6 +91,7 @@ REFUSED = {
         "--config.optimizer.lr=1 & no such field; --help lists the sections, --help=SECTION",
         "--config.train.learning_rate=1 & did you mean --config.optimizer.learning_rate?",
         "--config.model.bias=alibi & by name",
+        "--config.model.bias.name=alibi & by name",
         "--config.train.num_steps & =VALUE",
     ],
     f"{TRAIN}quickstart.py {WRONG}": [
@@ -279,7 +280,7 @@ def test_a_listing_ends_quietly_with_its_reader():
 def test_a_compilation_cache_that_cannot_be_made_is_one_line(monkeypatch):
     for field, flag in (("--compilation_cache", "/dev/null/a"), ("JAX_COMPILATION_CACHE_DIR", None)):
         monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/dev/null/a")
-        with pytest.raises(InputError, match=f"^{field} = '/dev/null/a': cannot be read: .*Not a directory"):
+        with pytest.raises(InputError, match=f"^{field} = '/dev/null/a': cannot be created or read: .*Not a directory"):
             command_line.use_compilation_cache(flag)
 
 

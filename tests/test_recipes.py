@@ -106,9 +106,10 @@ FLAGS = {
     "model.gated_mlp=true": True,
     "model.causal=1": True,
     "train.profile_steps=(3,4)": (3, 4),
+    "train.profile_steps=None": (),
     "evaluation.lengths=8": (8,),
     "model.alternate_layers=": (),
-    "model.attention=blockwise model.attention.block_size=16": Blockwise(block_size=16),
+    "model.attention=dense model.attention.name=blockwise model.attention.block_size=16": Blockwise(block_size=16),
 }
 
 

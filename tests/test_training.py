@@ -141,6 +141,7 @@ def test_what_may_change_on_resume(trained_root, run):
         ({"train__seed": 3}, (), "train.seed: saved 0, now 3"),
         ({"train__seed": 3, "train__batch_size": 16}, ("train.batch_size",), "train.seed: saved 0, now 3"),
         ({}, ("model.width",), "--change = 'model.width': must be one of"),
+        ({}, ("optimizer.beta",), "--change = 'optimizer.beta': must be one of"),
         ({"train__num_steps": 3}, ("train.num_steps",), "train.num_steps = 3: must be at least 4"),
     ):
         with pytest.raises(InputError, match=re.escape(words)) as error:

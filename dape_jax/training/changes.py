@@ -7,7 +7,7 @@ import numpy as np
 from etils import epath
 
 from dape_jax.config import CHANGEABLE_FIELDS, RESUMABLE_FIELDS, RunConfig, TaskRunConfig, differences, resolved
-from dape_jax.errors import InputError, require
+from dape_jax.errors import InputError, did_you_mean, require
 from dape_jax.training.optimizer import RATE_FIELDS, make_schedule
 
 
@@ -27,9 +27,10 @@ def allowed_changes(
     Raises:
         InputError: other fields differ, a field of `change` may not, or the run would end before the step it is at.
     """
+    known = [*CHANGEABLE_FIELDS, *(f"optimizer.{field}" for field in vars(new.optimizer))]
     for field in change:
-        is_known = any(f"{field}.".startswith(f"{each}.") for each in CHANGEABLE_FIELDS)
-        require(is_known, "--change", field, f"must be one of {list(CHANGEABLE_FIELDS)}, or a field of these")
+        allowed = f"must be one of {list(CHANGEABLE_FIELDS)}, or a field of optimizer{did_you_mean(field, known)}"
+        require(field in known, "--change", field, allowed)
     num_steps, allowed = new.train.num_steps, f"must be at least {done}, the steps that {workdir} has done"
     require(num_steps >= done, "train.num_steps", num_steps, allowed)
     configs = resolved(old), resolved(new)
