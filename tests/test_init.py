@@ -232,6 +232,7 @@ def test_the_recipe_takes_everything_but_the_method_from_the_source(trained_root
     assert resolved(read_run(spec)) == expected | {"init": expected["init"] | {"source": f"{sources}/dape@2"}}
     config = recipe.get_config(f"source={sources}/none,rotary=rope,processor=dape,kernel=5,channels=3")
     config.model.window, config.init.train_only = 8, "processor"  # a flag can set fields that are None
+    config.train.eval_interval = 3  # also the interval of checkpoints, if it was so in the source
     run = read_run(config.to_dict())
     layers = {"model__alternate_layers": (0,), "model__alternate_rotary": {"name": "rope"}}
     layers |= {"model__learned_positions": 64}
@@ -244,7 +245,7 @@ def test_the_recipe_takes_everything_but_the_method_from_the_source(trained_root
             assert model["alternate_layers"] == [0]
     changed = tiny.spec(trained_root, model__processor=IDENTITY | {"kernel_width": 5, "channels": 3})
     assert (run.model.processor, run.model.rotary) == (read_run(changed).model.processor, Rope())
-    assert run.init.trained_kinds == ("processor",)
+    assert (run.init.trained_kinds, run.train.checkpoint_interval) == (("processor",), 3)
     start(config.to_dict(), tmp_path / "run")
     for bad, words in (
         (None, "must contain source="),

@@ -40,11 +40,13 @@ def get_config(argument: str | None = None) -> ConfigDict:
     source, given = choice["source"], [field for field in method if choice[field]]
     require(bool(source), "config argument", argument, "must contain source=WORKDIR")
     saved = read_config(to_path(InitConfig(source).source_and_step[0], "source"))
-    allowed = "must be a directory written by dape-train"
+    allowed = "must be a directory written by dape-train or dape-import"
     require(saved is not None, "config argument", f"source={source}", allowed)
     run = read_run((saved or {})["config"])
 
     spec = resolved(run)
+    if run.train.checkpoint_interval == run.train.eval_interval:  # so that it follows a flag for the other
+        spec["train"]["checkpoint_interval"] = None
     for key in ("kernel", "channels"):
         is_allowed = "processor" in given or choice[key] == common.METHOD[key]
         require(is_allowed, "config argument", f"{key}={choice[key]}", "needs processor=dape")

@@ -116,7 +116,7 @@ def read_config(workdir: epath.PathLike) -> dict[str, Any] | None:
         return None
     record = read_json(file)
     is_record = isinstance(record.get("config"), dict) and isinstance(record.get("data_digest"), str)
-    require(is_record, "workdir", str(workdir), f"{file} was not written by dape-train")
+    require(is_record, "workdir", str(workdir), f"{file} is no run's; dape-import makes a run of a Hugging Face model")
     return record
 
 
@@ -341,8 +341,8 @@ def restore_config(workdir: epath.PathLike, which: str = "newest") -> tuple[int,
     Raises:
         InputError: there is no such checkpoint, or it is damaged.
     """
-    steps = step_names(workdir)
-    require(bool(steps), "workdir", str(workdir), "must be a directory written by dape-train, with a checkpoint")
+    allowed = "must be a directory written by dape-train or dape-import, with a checkpoint"
+    require(bool(steps := step_names(workdir)), "workdir", str(workdir), allowed)
     allowed = ["newest", "best", *reversed(steps)]
     require(which in allowed, "step", which, f"must be one of {allowed} in {workdir}")
     intact: dict[str, dict[str, Any]] = {}

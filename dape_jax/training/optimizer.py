@@ -25,7 +25,7 @@ class OptimizerConfig:
     beta2: float = 0.95  # decay rate of the second moment
     epsilon: float = 1e-8  # constant added to the root of the second moment
     weight_decay: float = 0.1  # decay, multiplied by the learning rate; see `is_decayed` for exempt parameters
-    clip_norm: float = 1.0  # global norm to which larger gradients are scaled down
+    clip_norm: float = 1.0  # global norm to which larger gradients are scaled down; 1e9 turns it off
     # after the warm-up: "cosine", as in the paper, or "wsd": constant, then linear in the last `decay_steps`
     schedule: str = "cosine"
     warmup_steps: int | None = None  # None: `warmup_fraction` of all steps
