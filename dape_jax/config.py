@@ -83,9 +83,7 @@ class TrainConfig:
         require(self.wandb != "", "train.wandb", self.wandb, "must be the name of a project")
         steps = self.profile_steps
         is_trace = len(steps) == 2 and 0 < steps[0] <= steps[1] <= self.num_steps
-        allowed = (
-            f"must be empty, or the first and the last step of a trace, at most train.num_steps = {self.num_steps}"
-        )
+        allowed = f"must be empty, or the first and last step of a trace, at most train.num_steps = {self.num_steps}"
         require(not steps or is_trace, "train.profile_steps", steps, allowed)
         seconds = self.checkpoint_seconds
         require(seconds is None or seconds > 0, "train.checkpoint_seconds", seconds, "must be positive, or None")

@@ -231,8 +231,8 @@ def test_the_recipe_takes_everything_but_the_method_from_the_source(trained_root
     expected = resolved(read_run(tiny.spec(trained_root, train__num_steps=4)))
     assert resolved(read_run(spec)) == expected | {"init": expected["init"] | {"source": f"{sources}/dape@2"}}
     config = recipe.get_config(f"source={sources}/none,rotary=rope,processor=dape,kernel=5,channels=3")
-    config.model.window, config.init.train_only = 8, "processor"  # a flag can set fields that are None
-    config.train.eval_interval = 3  # also the interval of checkpoints, if it was so in the source
+    # A flag can set fields that are None; checkpoints follow `eval_interval` as in the source.
+    config.model.window, config.init.train_only, config.train.eval_interval = 8, "processor", 3
     run = read_run(config.to_dict())
     layers = {"model__alternate_layers": (0,), "model__alternate_rotary": {"name": "rope"}}
     layers |= {"model__learned_positions": 64}

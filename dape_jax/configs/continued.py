@@ -57,8 +57,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         chosen["processor"] |= {"init": "identity"}
     spec["model"] |= {field: chosen[field] for field in given}
     if choice["seed"] != -1:  # else that of the source
-        for section in ("train", "data"):
-            spec[section]["seed"] = choice["seed"]
+        spec["train"]["seed"] = spec["data"]["seed"] = choice["seed"]
     if "rotary" in given:  # of all layers, or in place of learned positions
         spec["model"] |= {"alternate_rotary": None, "learned_positions": None}
     return ConfigDict(spec | {"mesh": dataclasses.asdict(MeshConfig()), "init": dataclasses.asdict(InitConfig(source))})

@@ -35,7 +35,6 @@ class Settings:
         "Comma-separated fields in which a resumed run may differ from its config: train.batch_size, train.num_steps, "
         "optimizer, or a field of optimizer. The steps that are done are kept.",
     )
-
     plan: bool = flag(False, "Compile the training step, print its memory and the costs of the run, and exit.")
 
     def __post_init__(self):
