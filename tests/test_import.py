@@ -370,6 +370,26 @@ def test_added_tokens_without_an_embedding_are_left_out(tmp_path, caplog):
 
 
 @pytest.mark.hf
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "added_tokens.json"])
+def test_added_tokens_beside_the_tokenizer_are_read_as_transformers_reads_them(tmp_path, file):
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer_json())
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    names = ["<|im_start|>", "<|im_end|>"]
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": names[1], "pad_token": "<|endoftext|>"}))
+    decoder = {
+        str(257 + at): {"content": name, "special": name == names[1], "lstrip": False, "rstrip": False}
+        for at, name in enumerate(names)
+    }
+    legacy = {name: 257 + at for at, name in enumerate(names)}
+    settings = {"added_tokens_decoder": decoder} if file == "tokenizer_config.json" else legacy
+    (tmp_path / file).write_text(json.dumps(settings))
+    text = "a<|im_start|>user\nhi<|im_end|>\n"
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path).encode(text, add_special_tokens=False)
+    assert {257, 258} < set(theirs)
+    assert source_tokenizer(tmp_path, 259).encode_controls(text.encode()).tolist() == theirs
+
+
+@pytest.mark.hf
 @pytest.mark.extra
 def test_a_completion_is_that_of_transformers(tmp_path):
     """With the BOS token, all end tokens, control tokens and the chat template of the source, also after an export."""

@@ -42,6 +42,7 @@ from dape_jax.training.step import abstract_params
 logger = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")  # without a tokenizer.json
+_ADDED_TOKEN_FILES = ("tokenizer_config.json", "added_tokens.json")  # the second is of older releases of transformers
 # Text of which the ids of a converted tokenizer are compared.
 _SAMPLE = "The ids of these words, 1234 of them:\n  é, 日本 and 🙂"
 _CHECK_TOKENS = 64  # largest length of the random sequences of `compare_logits`
@@ -101,12 +102,27 @@ def source_tokenizer(directory: Path, num_ids: int) -> Tokenizer:
             file = Path(folder, TOKENIZER_FILE)
         content = read_json(file)
         added = content.get("added_tokens") or []
+        added += _tokens_elsewhere(directory, {token["content"] for token in added})
         content["added_tokens"] = [token for token in added if token["id"] < num_ids]
         names = {token["content"] for token in content["added_tokens"]}
         if others := ", ".join(token["content"] for token in added if token["content"] not in names):
             logger.warning("%s: tokens without an embedding are left out: %s", directory, short(others))
         end = special_tokens(directory).get("eos_token") if names.isdisjoint(END_TOKENS) else None
         return HfTokenizer(json.dumps(content), str(directory / TOKENIZER_FILE), end)
+
+
+def _tokens_elsewhere(directory: Path, known: set[str]) -> list[dict[str, Any]]:
+    """Return the added tokens that stand beside tokenizer.json only, which transformers adds to those of that file."""
+    settings, legacy = (read_json(file) if (file := directory / name).exists() else {} for name in _ADDED_TOKEN_FILES)
+    special = set(special_tokens(directory).values())
+    found = {id: {"content": name, "special": name in special} for name, id in legacy.items()}
+    found = {int(id): token for id, token in settings.get("added_tokens_decoder", found).items()}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    return [
+        {"id": id, "normalized": not token["special"], **flags, **token}
+        for id, token in sorted(found.items())
+        if token["content"] not in known
+    ]
 
 
 def _convert_tokenizer(directory: Path, folder: str) -> None:
