@@ -66,7 +66,7 @@ ALL_LAYERS = {"use_sliding_window": True, "max_window_layers": 0}
 LATER_LAYERS = ALL_LAYERS | {"max_window_layers": 1}
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOWS = [SLIDING, FULL, SLIDING]
-TYPES = {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 30.0}}
+TYPES = {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 30.0, "factor": 1.0}}
 GEMMA = {"num_key_value_heads": 2, "head_dim": 10, "query_pre_attn_scalar": 7, "pad_token_id": None}
 GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.5, "residual_multiplier": 0.4, "logits_scaling": 0.6}
 GRANITE |= {"attention_bias": True, "mlp_bias": True, "pad_token_id": None}
@@ -805,6 +805,8 @@ def test_fields_that_a_config_lacks_have_the_values_of_transformers(kind):
     harmless = {"quantization_config": None, "rope_scaling": None, "use_mrope": False, "rope_interleaved": False}
     harmless |= {"pruned_heads": {}, "task_specific_params": {}, "suppress_tokens": [], "finetuning_task": ""}
     expected = family_of(whole)
+    if expected.model["window"] is None and "alternate_layers" not in expected.model:
+        harmless["layer_types"] = [FULL] * 3
     for found in (family_of(short), family_of(short | harmless), family_of(short | PUBLISHED["harmless"])):
         assert (found.model, found.max_length) == (expected.model, expected.max_length)
         assert found.tensors.keys() == expected.tensors.keys()
@@ -870,6 +872,7 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("llama3", {"text_config": {"model_type": "gemma"}, "model_type": "paligemma"}, "model_type = 'paligemma': "),
     *(("llama3", {name: value}, f"{name} = .*: is not supported") for name, value in PUBLISHED["harmful"].items()),
     ("published-gpt2", {"n_ctx": 65}, "n_ctx = 65: must be n_positions = 64"),
+    ("llama3", {"layer_types": [FULL] * 2}, "layer_types = .*: must be full_attention for each of 3 layers"),
     ("qwen2", {"layer_types": [FULL] * 2}, "layer_types = .*: must be full_attention or sliding_attention for each"),
     ("qwen2", {"layer_types": [FULL, FULL, "linear_attention"]}, "layer_types = .*: must be full_attention or"),
     ("qwen2", {"layer_types": WINDOWS}, "use_sliding_window = False: must be true with sliding_attention in layer_ty"),

@@ -39,10 +39,12 @@ HARMLESS = re.compile(
     # computation: dtypes, kernels, lengths that nothing depends on, and experts, which `family_of` refuses unless none
     r"|(torch_)?dtype|(use_)?(bfloat16|float16|bf16|fp16)|.*softmax_in_fp32|.*flash_att.*|attn_implementation|torchscript"
     r"|max_window_layers|chunk_size_feed_forward|.*expert.*|(model_)?max_(seq|sequence)?_?len(gth)?|seq_len(gth)?"
+    r"|make_vocab_size_divisible_by"
 )
 # Fields whose default in transformers or a model's own code, which our models have, is not null, false or empty.
 DEFAULTS = {"is_causal": True, "scale_attn_weights": True, "partial_rotary_factor": 1, "activation": "swiglu"}
 DEFAULTS |= {"full_attn_mod": 1, "interpolate_factor": 1, "rotary_scaling_factor": 1}  # of Phi-4-mini and StableLM
+DEFAULTS |= {"factor": 1}  # of a rotary embedding that is not scaled
 # Buffers that older versions of transformers saved with the parameters.
 BUFFERS = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.masked_bias")
 ACTIVATIONS = {
@@ -590,6 +592,10 @@ def _decoder(
         if (default := defaults[theirs]) is not None:
             model |= dict.fromkeys(OPTIONS[theirs], fields.take(theirs, type(default), default))
     model |= options or {}
+    if model["window"] is None and "alternate_layers" not in model and fields.is_given("layer_types"):
+        num_layers = model["num_layers"]
+        allowed = f"must be {FULL} for each of {num_layers} layers"
+        fields.check(fields.take("layer_types", list) == [FULL] * num_layers, "layer_types", allowed)
     if "rotary" not in model:
         fraction = defaults.get("partial_rotary_factor")
         share = fraction if fraction is None else fields.take("partial_rotary_factor", float, fraction)
