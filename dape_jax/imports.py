@@ -1,7 +1,6 @@
 """Modules of the user that add biases and processors: `--import`, and `model.imports` of a config."""
 
 import importlib
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -15,8 +14,8 @@ def import_modules(names: Sequence[str], field: str) -> None:
     Raises:
         InputError: a module is missing, or it raises an exception. The message names `field`.
     """
-    if os.getcwd() not in sys.path:  # as in a console command
-        sys.path.append(os.getcwd())
+    if "" not in sys.path:  # as in a console command; the directory may have been deleted
+        sys.path.append("")
     for name in names:
         parts = str(name).split(".")
         is_name = all(map(str.isidentifier, parts)) and parts[1:] != ["py"]

@@ -148,10 +148,8 @@ def test_a_fault_in_a_config_file_of_ones_own_is_one_line(text: str, tmp_path):
 
 
 def test_a_config_file_of_ones_own_may_have_dataclasses(tmp_path):
-    head = (
-        "from __future__ import annotations\nimport dataclasses\nfrom dape_jax.configs.quickstart import get_config\n"
-    )
-    (tmp_path / "own.py").write_text(f"{head}@dataclasses.dataclass\nclass Size:\n    width: int = 16\n")
+    head = "from __future__ import annotations\nfrom dape_jax.configs.quickstart import get_config\n"
+    (tmp_path / "own.py").write_text(f"{head}import dataclasses\n@dataclasses.dataclass\nclass Size:\n    width: int\n")
     assert read_config(f"{tmp_path}/own.py") == read_config("configs/quickstart.py")
 
 
@@ -169,3 +167,7 @@ def test_recipes_are_read_and_copied_to_any_directory(name: str, tmp_path: Path,
     assert read_config(f"configs/{name}") == expected
     (tmp_path / file).write_text((ROOT / "configs" / file).read_text())
     assert read_config(name) == expected
+    (tmp_path / "deleted").mkdir()
+    monkeypatch.chdir(tmp_path / "deleted")
+    (tmp_path / "deleted").rmdir()
+    assert read_config(f"{tmp_path}/{name}") == expected
