@@ -885,17 +885,17 @@ def test_checkpoints_are_evaluated_as_they_appear(tmp_path, monkeypatch):
     """Each step once, except one with results and one that was deleted meanwhile, until that of the last step."""
     path, ran = epath.Path(tmp_path), []
 
-    def restore_config(workdir, step):
+    def run(step, directory):
         require(step != "6", "step", step, "damaged")
-        return int(step), {"config": {"train": {"num_steps": 10}}}
+        ran.append((step, directory.name))
 
     def watch(*saved: list[str]) -> None:
         looks = itertools.chain(saved, itertools.repeat(saved[-1]))
         monkeypatch.setattr(checkpoint, "step_names", lambda _: next(looks))
-        watching.watch(path, path, lambda step, directory: ran.append((step, directory.name)))
+        watching.watch(path, path, run)
 
     monkeypatch.setattr(watching, "WATCH_SECONDS", 0)
-    monkeypatch.setattr(checkpoint, "restore_config", restore_config)
+    (tmp_path / "config.json").write_text('{"config": {"train": {"num_steps": 10}}, "data_digest": ""}')
     (tmp_path / "step_4").mkdir()
     (tmp_path / "step_4" / "lengths.json").write_text("{}")
     with pytest.raises(InputError, match="step = '6': damaged"):  # and still there

@@ -117,8 +117,8 @@ def watch(workdir: epath.Path, output: epath.Path, run: Callable[[str, epath.Pat
         step, directory = new[0], output / f"step_{new[0]}"
         seen.add(step)
         try:
-            saved = checkpoint.restore_config(workdir, step)[1]
-            is_last = int(step) == saved["config"]["train"]["num_steps"]
+            saved = checkpoint.read_config(workdir)  # of the newest start, which may have extended the run
+            is_last = saved is not None and int(step) == saved["config"]["train"]["num_steps"]
             if any(name.endswith(".json") for name in names_in(directory)):
                 logger.info("step %s: its results are in %s", step, directory)
                 continue
