@@ -138,14 +138,10 @@ def test_automatic_fields_follow_the_devices_and_on_resume_the_saved_run(monkeyp
 
 def test_a_task_uses_no_kernel():
     """Positions of a tape may skip some; `auto` chooses no kernel then."""
-    for name in ("auto", "fused"):
-        spec = with_value(
-            SPECS["che"], ("model",), SPECS["che"]["model"] | {"causal": True, "attention": {"name": name}}
-        )
-        if name == "fused":
-            assert messages_of(spec)[0].startswith("model.attention = Fused(")
-        else:
-            assert read_run(spec).model.causal
+    causal = with_value(SPECS["che"], ("model", "causal"), True)
+    auto, fused = (with_value(causal, ("model", "attention"), {"name": name}) for name in ("auto", "fused"))
+    assert read_run(auto).model.causal
+    assert messages_of(fused)[0].startswith("model.attention = Fused(")
 
 
 def test_the_defaults_of_a_model_are_the_papers():

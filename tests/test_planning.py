@@ -124,11 +124,9 @@ COMPILED = {
 }
 
 
-SLICES = {"v5p-9": "one of v5p-8, v5p-16, ", "h100:0": "h100:NUMBER", "h100": "h100:NUMBER", "v5e-2": "v5e-1,"}
-
-
 def test_bad_input_is_refused_before_compiling(monkeypatch):
-    for topology, words in {"v5e:3x3": "one of v5e:1x1, v5e:2x2", "x200:8": "with CHIP one of", **SLICES}.items():
+    slices = {"v5p-9": "one of v5p-8, v5p-16, ", "h100:0": "h100:NUMBER", "h100": "h100:NUMBER", "v5e-2": "v5e-1,"}
+    for topology, words in {"v5e:3x3": "one of v5e:1x1, v5e:2x2", "x200:8": "with CHIP one of", **slices}.items():
         with pytest.raises(InputError, match=words):
             read_topology(topology)
     hardware = read_topology("v5e:4x4")
