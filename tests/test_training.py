@@ -417,6 +417,8 @@ def test_float16_trains_as_float32_does(trained_root, monkeypatch):
 def test_an_overflow_in_float16_is_skipped_and_lowers_the_scale(trained_root):
     """Overflows are not bad steps; the first scale without an overflow is found."""
     state, take = make_step(trained_root, dtype="float16")
+    with jax.enable_x64(True):  # a run may resume with and without it
+        assert make_step(trained_root, dtype="float16")[0].health.loss_scale.dtype == np.float32
     state = state._replace(health=state.health._replace(loss_scale=jnp.float32(2.0**40)))
     before, scales, metrics = jax.device_get((state.params, state.opt_state)), [], {"applied": 0.0}
     while not metrics["applied"]:

@@ -121,7 +121,7 @@ def init_state(training: Training, given: Params | None = None, opt_state: optax
 
 
 def _init_health(config: TransformerConfig) -> Health:
-    zero, scale = jnp.zeros((), jnp.int32), jnp.asarray(FIRST_SCALE) if config.dtype == "float16" else None
+    zero, scale = jnp.int32(0), jnp.float32(FIRST_SCALE) if config.dtype == "float16" else None
     return Health(applied=zero, skipped=zero, bad_in_a_row=zero, loss_scale=scale, steps_at_scale=zero)
 
 
