@@ -19,7 +19,8 @@ def main(settings: Settings, command: str = "", name: str = "") -> None:
     allowed = f"must be one of {list(EXPERIMENTS)}" if takes_name else "must be empty"
     require(name in EXPERIMENTS if takes_name else not name, command, name, allowed)
 
-    from experiments import report  # after the flags are checked: JAX takes seconds to import
+    from dape_jax.provenance import make_results_directory  # after the flags are checked: JAX takes seconds to import
+    from experiments import report
     from experiments.run import run_experiment, runs_of, train_command
 
     if command == "list":
@@ -36,7 +37,7 @@ def main(settings: Settings, command: str = "", name: str = "") -> None:
             print(f"  {run.name}, evaluated at {format_lengths(run.lengths)}\n    {train_command(run)}")
     elif command == "run":
         # Models that differ only in the seed share compiled programs, also between processes.
-        use_compilation_cache(str(Path(settings.workdirs, "compiled")), "--workdirs")
+        use_compilation_cache(str(make_results_directory(settings.workdirs, "--workdirs") / "compiled"), "--workdirs")
         runs = run_experiment(name, settings)
         print(f"{len(runs)} runs in {Path(settings.results, name)}; compare them: python -m experiments report")
     else:

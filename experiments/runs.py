@@ -26,6 +26,7 @@ from dape_jax.errors import require
 from dape_jax.evaluation.report import FIXED_BELOW
 from dape_jax.evaluation.trained import fields_without
 from dape_jax.files import json_digest, write_atomically
+from dape_jax.storage import read_errors
 from experiments.catalogue import EXPERIMENTS
 from experiments.claims import NOT_IN_PAPER, Model, Result
 from experiments.methods import PRESETS
@@ -76,7 +77,8 @@ def identity_of_stored(run: Run, *, seeds: bool = True) -> str:
 
 def read_lines(file: Path) -> list[Run]:
     """Return the lines of a compressed file of JSON lines; none if it does not exist."""
-    return [json.loads(line) for line in zstd.decompress(file.read_bytes()).splitlines()] if file.exists() else []
+    with read_errors("--results", str(file)):
+        return [json.loads(line) for line in zstd.decompress(file.read_bytes()).splitlines()] if file.exists() else []
 
 
 def write_lines(file: Path, lines: list[Run]) -> None:
@@ -89,7 +91,7 @@ def read_runs(results: Path) -> dict[str, dict[str, dict[str, Run]]]:
     """Return the finished runs under a directory, by experiment, group and name.
 
     Raises:
-        InputError: a run is stored by an experiment whose file is missing.
+        InputError: a file is damaged, or a run is stored by an experiment whose file is missing.
     """
     lines = [(name, line) for name in EXPERIMENTS for line in read_lines(results / name / FILE)]
     stored = {(name, line["key"]): line for name, line in lines if "stored_in" not in line}

@@ -30,6 +30,7 @@ from dape_jax.evaluation import accuracy
 from dape_jax.evaluation.accuracy import Tapes, compile_tapes, length_accuracy
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.programs import padded_batches, predicted_bytes
+from dape_jax.evaluation.protocols import table_of
 from dape_jax.evaluation.report import ReportPaths
 from dape_jax.evaluation.trained import TrainedModel, are_algorithmic, read_trained, restore
 from dape_jax.files import write_json
@@ -306,6 +307,9 @@ def test_report_has_means_and_accuracies_of_every_run(runs, evaluated, tmp_path)
     for result in run["lengths"]:
         assert result["low"] < result["accuracy"] < result["high"]
         assert (result["num_sequences"], result["num_symbols"]) == (11, 11 * result["length"])
+    lengths = [run["lengths"][0] | {"length": length} for length in (*range(3, 40, 3), *range(60, 500, 60))]
+    header = table_of("accuracy", [run | {"lengths": lengths}], Options())[1].rows[0]
+    assert header[3:] == ["9", "21", "39", "120", "180", "300", "420", "480"]  # near 10, 20, 40, 100, 200, .., 500
     evaluate_tasks(runs, dropout=True, lengths=(20,), output=tmp_path)
     on, again = read_runs(tmp_path, "accuracy")
     assert on["lengths"] == again["lengths"] != run["lengths"][-1:]

@@ -473,12 +473,9 @@ def test_a_figure_is_drawn_again_from_the_json_and_its_pdf_has_truetype_fonts(tm
     assert saved.table == drawn.table
     assert (tmp_path / "lengths.pdf").read_bytes() == pdf
     (tmp_path / "positions.json").write_text('{"runs": [{"name": "a"}]}')
-    wrong = {
-        "other": "must be lengths.json",
-        "delta": "must be the JSON of an evaluation",
-        "positions": "cannot be read",
-    }
-    for name, words in wrong.items():
+    (tmp_path / "accuracy.json").write_text('{"runs": []}')
+    wrong = {"other": "must be lengths.json", "delta": "delta.json: .*No such file", "positions": "cannot be read"}
+    for name, words in {**wrong, "accuracy": "must be the JSON of an evaluation"}.items():
         with pytest.raises(InputError, match=words):
             protocols.redraw(epath.Path(tmp_path / f"{name}.json"), Options(), None)
 

@@ -32,13 +32,8 @@ pytestmark = pytest.mark.extra
 GREEDY = Sampling(temperature=0.0)
 # Tables of biases are small enough for positions of these tests to exceed them.
 BIAS_OPTIONS = SMALL_BIAS | {"t5": {"num_buckets": 8, "max_distance": 12}}
-ROTARY = {
-    "none": {},
-    "rope": {},
-    "pi": {"factor": 4.0},
-    "ntk": {"factor": 4.0},
-    "yarn": {"factor": 4.0, "train_length": 16},
-}
+FACTOR = {"factor": 4.0}
+ROTARY = {"none": {}, "rope": {}, "pi": FACTOR, "ntk": FACTOR, "yarn": FACTOR | {"train_length": 16}}
 PROCESSORS = ALL_PROCESSORS | {
     "listing1": DapeConfig(kernel_width=1, channels=5, edge="listing"),  # one column has no edge
     "leak_causal": DapeConfig(kernel_width=2, channels=5, alignment="causal", leak=True),  # to the left alone
@@ -349,7 +344,7 @@ def test_bad_input_is_named_before_any_parameter_is_read(trained_run, monkeypatc
 @pytest.mark.slow
 def test_the_command_line_continues_prompts(trained_run, tmp_path, capsys):
     """Read prompts from flags and files, which are the last prompts, and give what the function gives."""
-    (tmp_path / "prompt.txt").write_text("the attention\n")
+    (tmp_path / "prompt.txt").write_text("the attention\n", encoding="utf-8-sig")  # with a byte order mark
     flags = ["--max_new_tokens=20", "--seed=3", "--top_k=0", "--temperature=1.5", "--step=best", r"--stop=\n"]
     flags += ["--prompt=", "--prompt=é", *[f"--prompt_file={tmp_path}/prompt.txt"] * 2]
     done = run_python("-m", "dape_jax.tools.generate", f"--workdir={trained_run}", *flags)

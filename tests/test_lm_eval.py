@@ -164,9 +164,9 @@ def test_long_contexts_are_counted_and_long_continuations_refused(model, caplog)
     model._loglikelihood_tokens(requests, disable_tqdm=True)
     (record,) = caplog.records
     assert "2 of 4 requests exceed max_length = 24 tokens" in record.getMessage()
-    for continuation, words in (([1] * 25, "max_length = 24: must be at least 25"), ([], "continuation = ''")):
+    for continuation, words in (("a" * 25, "max_length = 24: must be at least 25"), ("", "continuation = ''")):
         with pytest.raises(InputError, match=words):
-            model._loglikelihood_tokens([(("", ""), [1], continuation)])
+            model.loglikelihood(requests_of("loglikelihood", ("", continuation)), disable_tqdm=True)
 
 
 # ---- generation
@@ -224,7 +224,7 @@ def test_no_step_is_taken_after_the_last_stop():
     [
         ({"until": ["\n\n"], "top_k": None}, (("\n\n",), 256, Sampling(0.0))),
         ({"until": "a", "max_gen_toks": 7, "temperature": 0.0}, (("a",), 7, Sampling(0.0))),
-        ({"until": ["a", ""], "do_sample": False, "temperature": 0.7}, (("a",), 256, Sampling(0.0))),
+        ({"until": ["a", "", 5, None], "do_sample": False, "temperature": 0.7}, (("a", "5"), 256, Sampling(0.0))),
         ({"do_sample": True, "temperature": 0.7, "top_k": 0, "num_beams": 1}, ((), 256, Sampling(0.7))),
     ],
 )
@@ -239,6 +239,7 @@ def test_generation_kwargs_are_read(gen_kwargs, expected):
         ({"max_gen_toks": 0}, "generation_kwargs.max_gen_toks = 0"),
         ({"max_gen_toks": 1000}, "generation_kwargs.max_gen_toks = 1000"),
         ({"do_sample": True, "temperature": -1.0}, "temperature = -1.0"),
+        ({"temperature": "a"}, "generation_kwargs = \"{'temperature': 'a'}\": cannot be read: ValueError"),
     ],
 )
 def test_bad_generation_kwargs_are_named(gen_kwargs, words):

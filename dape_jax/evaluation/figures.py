@@ -16,7 +16,7 @@ from dape_jax.evaluation.report import Results, Table, number, with_interval
 from dape_jax.evaluation.statistics import BINS_PER_OCTAVE
 from dape_jax.evaluation.styles import styles_of
 
-TABLE_LENGTHS = (10, 20, 40, 100, 200, 300, 400, 500)  # columns of the accuracies, if there are more than 8 lengths
+TABLE_LENGTHS = (10, 20, 40, 100, 200, 300, 400, 500)  # a longer table of accuracies has the nearest ones, and the last
 LOG_FROM = 3  # an axis is logarithmic if its largest value is more than this times its smallest
 XLABEL = "sequence length N (tokens)"
 DRAWN_BELOW = 1e100  # figures omit larger numbers: matplotlib computes with their multiples
@@ -189,7 +189,8 @@ def percent(accuracy: float | None) -> str:
 def accuracy_table(results: Results) -> Table:
     """Return a row for each model: its means, and its accuracy at some lengths."""
     train_length, lengths = results[0]["train_length"], [result["length"] for result in results[0]["lengths"]]
-    shown = [length for length in lengths if length in TABLE_LENGTHS] if len(lengths) > 8 else lengths
+    near = {min(lengths, key=lambda length: abs(length - wanted)) for wanted in TABLE_LENGTHS}
+    shown = sorted(near | {lengths[-1]}) if len(lengths) > 8 else lengths
     chances = {run["task"]: run["random_accuracy"] for run in results}
     task = ["task"] if len(chances) > 1 else []
     rows = [["", *task, f"<= {train_length}", f"> {train_length}", *map(str, shown)]]

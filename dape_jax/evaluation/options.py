@@ -64,11 +64,6 @@ class Options:
     )
     dropout: bool | None = flag(None, "For runs on tasks: whether dropout stays on; as in the run's config if unset.")
 
-    @property
-    def names(self) -> dict[str, str]:
-        """Labels by the name of the run."""
-        return dict(label.split("=", 1) for label in self.labels)
-
     def __post_init__(self):
         require(all("=" in label for label in self.labels), "labels", self.labels, "must be run=Name,other=Name")
         require(set(self.format) <= set(FORMATS), "format", self.format, f"must be of {list(FORMATS)}, or none")

@@ -79,7 +79,8 @@ def methods_of(runs: Results, options: Options) -> list[Method]:
         repeated[same, known["seed"]] += 1  # runs of one seed are not one method: their seeds are no sample
         key = (same, repeated[same, known["seed"]]) if options.group_seeds else number
         grouped.setdefault(key, []).append(run)
-    labels, names = options.names, dict.fromkeys(sorted({run["name"] for run in runs}))
+    labels = dict(label.split("=", 1) for label in options.labels)
+    names = dict.fromkeys(sorted({run["name"] for run in runs}))
     methods = []
     for of_method in grouped.values():
         name = _common_name([run["name"] for run in of_method])

@@ -84,9 +84,8 @@ def read_results(file: epath.Path) -> list[dict[str, Any]]:
     Raises:
         InputError: the file is missing, damaged, or no report of an evaluation.
     """
-    require(file.is_file(), "--plot", str(file), "must be the JSON of an evaluation")
     content = read_json(file)
-    require("runs" in content, "--plot", str(file), "must be the JSON of an evaluation")
+    require(bool(content.get("runs")), "--plot", str(file), "must be the JSON of an evaluation")
     return [_floats(run) for run in content["runs"]]
 
 

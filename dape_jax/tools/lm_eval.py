@@ -45,7 +45,7 @@ from dape_jax.model.positions import Rope
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.progress import Progress
 from dape_jax.provenance import provenance
-from dape_jax.storage import to_path
+from dape_jax.storage import read_errors, to_path
 from dape_jax.tools.completion import Sampling, check, generate, generate_until
 from dape_jax.version import __version__
 
@@ -137,21 +137,19 @@ def read_generation_kwargs(gen_kwargs: dict[str, Any], max_length: int) -> Gener
     Raises:
         InputError: a value is invalid, an option is not supported, or no space is left for a context.
     """
-    options: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": None, **normalize_gen_kwargs(gen_kwargs)}
+    with read_errors("generation_kwargs", str(gen_kwargs)):
+        options: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": None, **normalize_gen_kwargs(gen_kwargs)}
+        temperature, top_k = float(options["temperature"]), int(options["top_k"] or 0)
+        top_p = None if options["top_p"] is None else float(options["top_p"])
     supported = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
     # One beam is greedy search.
     others = {key: value for key, value in options.items() if key not in supported and (key, value) != ("num_beams", 1)}
     require(not others, "generation_kwargs", others, f"not supported; the options are {', '.join(supported)}")
     until, max_gen_toks = options["until"], options["max_gen_toks"]
-    require(max_gen_toks > 0, "generation_kwargs.max_gen_toks", max_gen_toks, "must be positive")
-    allowed = f"must be below max_length = {max_length}, to leave room for a context; increase max_length"
-    require(max_gen_toks < max_length, "generation_kwargs.max_gen_toks", max_gen_toks, allowed)
-    sampling = Sampling(
-        temperature=float(options["temperature"]) if options["do_sample"] else 0.0,
-        top_k=int(options["top_k"] or 0) or None,
-        top_p=None if options["top_p"] is None else float(options["top_p"]),
-    )
-    return GenerationOptions(tuple(stop for stop in until if stop), max_gen_toks, sampling)
+    allowed = f"must be 1 to {max_length - 1}, to leave room for a context; or increase max_length"
+    require(0 < max_gen_toks < max_length, "generation_kwargs.max_gen_toks", max_gen_toks, allowed)
+    sampling = Sampling(temperature if options["do_sample"] else 0.0, top_k or None, top_p)
+    return GenerationOptions(tuple(str(stop) for stop in until if stop not in ("", None)), max_gen_toks, sampling)
 
 
 def _number(option: int | str | None) -> int | None:
@@ -282,6 +280,13 @@ class DapeLM(TemplateLM):
             totals[owner] += log_likelihood
         return totals
 
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation of a context, and whether it is greedy."""
+        require(
+            all(each.args[-1] for each in requests), "continuation", "", "must not be empty; see the task's choices"
+        )
+        return super().loglikelihood(requests, disable_tqdm)
+
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
@@ -289,7 +294,6 @@ class DapeLM(TemplateLM):
         for strings, context, continuation in requests:
             # The harness gives no tokens if the continuation is part of the last token of its context.
             continuation = continuation or self.tok_encode(strings[1], add_special_tokens=False)
-            require(len(continuation) > 0, "continuation", strings[1], "must not be empty")
             allowed = f"must be at least {len(continuation)}, the tokens of one continuation"
             require(len(continuation) <= self.max_length, "max_length", self.max_length, allowed)
             # The harness moves trailing spaces to the continuation, so a context of spaces is empty here.

@@ -46,7 +46,7 @@ from dape_jax.model.scores import Scores, masked_softmax
 from dape_jax.model.transformer import LayerKind, Params, Places, TransformerConfig, model_structure
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory, provenance
-from dape_jax.storage import to_path
+from dape_jax.storage import read_errors, to_path
 from dape_jax.tools.options import MapsFlags
 
 MAX_CELLS = 512  # along one side of a map
@@ -120,10 +120,8 @@ def read_tokens(
     """
     tokenizer = saved_tokenizer(trained.workdir)
     if text is not None:
-        try:
+        with read_errors("--text", str(text)):
             tokens = tokenizer.encode(text.read_bytes())
-        except OSError as error:
-            raise InputError(f"text = {str(text)!r}: cannot be read: {error}") from error
         require(tokens.size >= length, "text", str(text), f"has {tokens.size} tokens; must have --length={length}")
         source = str(text)
     else:
