@@ -80,7 +80,8 @@ class TrainConfig:
         positive(self, "train", "eval_interval", "validation_batches", "checkpoint_interval", "max_to_keep")
         require(0 <= self.seed < 2**32, "train.seed", self.seed, "must be from 0 to 2**32 - 1")
         require(self.max_bad_steps >= 0, "train.max_bad_steps", self.max_bad_steps, "must not be negative")
-        require(self.wandb != "", "train.wandb", self.wandb, "must be the name of a project")
+        is_name = self.wandb not in ("", "True", "true", "False", "false")
+        require(is_name, "train.wandb", self.wandb, "must be the name of a project, or None")
         steps = self.profile_steps
         is_trace = len(steps) == 2 and 0 < steps[0] <= steps[1] <= self.num_steps
         allowed = f"must be empty, or the first and last step of a trace, at most train.num_steps = {self.num_steps}"

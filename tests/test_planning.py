@@ -116,12 +116,8 @@ def test_mfu_is_the_fraction_of_the_chips_peak():
 
 # ---- plans
 
-COMPILED = {
-    "fits": True,
-    "compile_seconds": 1.0,
-    "peak_bytes": 1 << 30,
-    "held_bytes": {"arguments": 1 << 29, "temporary": 1 << 29, "other results": 0, "program": 1 << 20},
-}
+HELD = {"arguments": 1 << 29, "temporary": 1 << 29, "other results": 0, "program": 1 << 20}
+COMPILED = {"fits": True, "compile_seconds": 1.0, "peak_bytes": 1 << 30, "held_bytes": HELD}
 
 
 def test_bad_input_is_refused_before_compiling(monkeypatch):

@@ -280,6 +280,7 @@ def test_training_learns(trained_root, tmp_path):
         ({"train__profile_steps": (3, 2)}, "train.profile_steps = .*must be empty, or the first and last step"),
         ({"train__profile_steps": (3, 5)}, "train.profile_steps = .*at most train.num_steps = 4"),
         ({"train__profile_steps": (3,)}, "train.profile_steps = .*must be empty, or the first and last step"),
+        ({"train__wandb": "False"}, "train.wandb = 'False': must be the name of a project, or None"),
         ({"train__batch_size": 12}, "train.batch_size = 12: .*8 devices x 1"),
         ({"train__batch_size": 8, "train__accumulation_steps": 2}, "train.batch_size = 8: .*16"),
         ({"train__train_length": 8000}, "train.train_length = 8000: must be at most"),
