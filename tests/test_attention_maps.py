@@ -157,7 +157,7 @@ def test_a_run_is_drawn(workdir, trained_root):
 def test_bad_input_is_named_before_any_work(workdir, tmp_path, monkeypatch, arguments, words):
     monkeypatch.setattr(module, "restore", None)  # calling it would be a TypeError
     monkeypatch.chdir(tmp_path)
-    Path("short").write_text("short")
+    Path("short").write_text("short", encoding="utf-8-sig")  # with a byte order mark, which is no token
     with pytest.raises(InputError, match=words):
         attention_maps(MapsFlags(str(workdir), **{"output": "out"} | arguments))
     assert not Path("out").exists()

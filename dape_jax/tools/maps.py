@@ -16,6 +16,7 @@ n x n pairs, n = ceil(length / 512).
 Query rows are independent, so maps are computed for one layer and a few rows at a time: memory is linear in the length.
 """
 
+import codecs
 import dataclasses
 import functools
 import html
@@ -121,7 +122,7 @@ def read_tokens(
     tokenizer = saved_tokenizer(trained.workdir)
     if text is not None:
         with read_errors("--text", str(text)):
-            tokens = tokenizer.encode(text.read_bytes())
+            tokens = tokenizer.encode(text.read_bytes().removeprefix(codecs.BOM_UTF8))
         require(tokens.size >= length, "text", str(text), f"has {tokens.size} tokens; must have --length={length}")
         source = str(text)
     else:
