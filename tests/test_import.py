@@ -372,18 +372,19 @@ def test_added_tokens_without_an_embedding_are_left_out(tmp_path, caplog):
 @pytest.mark.hf
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "added_tokens.json"])
 def test_added_tokens_beside_the_tokenizer_are_read_as_transformers_reads_them(tmp_path, file):
+    """Also their flags, which may differ from those of tokenizer.json."""
     (tmp_path / "tokenizer.json").write_text(byte_tokenizer_json())
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    names = ["<|im_start|>", "<|im_end|>"]
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": names[1], "pad_token": "<|endoftext|>"}))
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": names[2], "pad_token": names[0]}))
     decoder = {
-        str(257 + at): {"content": name, "special": name == names[1], "lstrip": False, "rstrip": False}
+        256 + at: {"content": name, "special": at != 1, "lstrip": False, "rstrip": at == 0}
         for at, name in enumerate(names)
     }
-    legacy = {name: 257 + at for at, name in enumerate(names)}
+    legacy = {name: 256 + at for at, name in enumerate(names)}
     settings = {"added_tokens_decoder": decoder} if file == "tokenizer_config.json" else legacy
     (tmp_path / file).write_text(json.dumps(settings))
-    text = "a<|im_start|>user\nhi<|im_end|>\n"
+    text = "a<|im_start|>user\nhi<|im_end|>\n<|endoftext|> b"
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path).encode(text, add_special_tokens=False)
     assert {257, 258} < set(theirs)
     assert source_tokenizer(tmp_path, 259).encode_controls(text.encode()).tolist() == theirs

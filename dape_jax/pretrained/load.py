@@ -101,8 +101,7 @@ def source_tokenizer(directory: Path, num_ids: int) -> Tokenizer:
             _convert_tokenizer(directory, folder)
             file = Path(folder, TOKENIZER_FILE)
         content = read_json(file)
-        added = content.get("added_tokens") or []
-        added += _tokens_elsewhere(directory, {token["content"] for token in added})
+        added = _added_tokens(directory, content.get("added_tokens") or [])
         content["added_tokens"] = [token for token in added if token["id"] < num_ids]
         names = {token["content"] for token in content["added_tokens"]}
         if others := ", ".join(token["content"] for token in added if token["content"] not in names):
@@ -111,18 +110,18 @@ def source_tokenizer(directory: Path, num_ids: int) -> Tokenizer:
         return HfTokenizer(json.dumps(content), str(directory / TOKENIZER_FILE), end)
 
 
-def _tokens_elsewhere(directory: Path, known: set[str]) -> list[dict[str, Any]]:
-    """Return the added tokens that stand beside tokenizer.json only, which transformers adds to those of that file."""
+def _added_tokens(directory: Path, added: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the added tokens of tokenizer.json and the files beside it; the flags in these replace those in it."""
     settings, legacy = (read_json(file) if (file := directory / name).exists() else {} for name in _ADDED_TOKEN_FILES)
-    special = set(special_tokens(directory).values())
-    found = {id: {"content": name, "special": name in special} for name, id in legacy.items()}
-    found = {int(id): token for id, token in settings.get("added_tokens_decoder", found).items()}
+    tokens = {token["content"]: token for token in added}
+    special = {*special_tokens(directory).values(), *map(str, settings.get("additional_special_tokens") or [])}
+    others = {id: {"content": name, "special": name in special} for name, id in legacy.items() if name not in tokens}
+    found = {int(id): token for id, token in settings.get("added_tokens_decoder", others).items()}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
-    return [
-        {"id": id, "normalized": not token["special"], **flags, **token}
-        for id, token in sorted(found.items())
-        if token["content"] not in known
-    ]
+    for id, token in sorted(found.items()):
+        known = tokens.get(token["content"], {"id": id, "normalized": not token["special"], **flags})
+        tokens[token["content"]] = known | token
+    return list(tokens.values())
 
 
 def _convert_tokenizer(directory: Path, folder: str) -> None:
