@@ -140,7 +140,7 @@ FILES: dict[str, list[bytes] | bytes] = {
     "long.zst": LONG.compress(ALL_LINES) + LONG.flush(),
     "jsonl.gz": members(gzip.compress),
     "JSONL.ZST": members(zstd.compress),
-    "json.xz": members(lzma.compress),
+    "json.xz": members(lambda part: lzma.compress(part) + bytes(4)),  # padding, as the format allows
     "bz2": members(bz2.compress),
     "parquet": parquet_file(**PARQUET),
     "parquet.part": parquet_file(**PARQUET),

@@ -11,6 +11,7 @@ import functools
 import glob
 import gzip
 import io
+import itertools
 import logging
 import lzma
 import os
@@ -30,10 +31,7 @@ from dape_jax.storage import is_remote, read_errors
 
 if sys.version_info >= (3, 14):
     from compression import zstd
-    from compression._common._streams import DecompressReader
 else:
-    from _compression import DecompressReader
-
     from backports import zstd
 
 logger = logging.getLogger(__name__)
@@ -44,9 +42,8 @@ DAMAGE = (EOFError, NotImplementedError, OSError, ValueError, zlib.error, lzma.L
 _WINDOW = zstd.DecompressionParameter.window_log_max.bounds()[1]  # files of `zstd --long` need more than the default
 _COMPRESSIONS: dict[bytes, Callable[..., Any]] = {  # first bytes, as a pattern, and how to open
     rb"\x1f\x8b": gzip.open,
-    # Their `open` would silently end at padding or damage between two streams.
-    rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": lambda file: io.BufferedReader(DecompressReader(file, bz2.BZ2Decompressor)),
-    rb"\xfd7zXZ\x00": lambda file: io.BufferedReader(DecompressReader(file, lzma.LZMADecompressor)),
+    rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": lambda file: io.BufferedReader(_Streams(bz2.BZ2Decompressor, file)),
+    rb"\xfd7zXZ\x00": lambda file: io.BufferedReader(_Streams(lzma.LZMADecompressor, file)),
     rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18": functools.partial(
         zstd.open, options={zstd.DecompressionParameter.window_log_max: _WINDOW}
     ),
@@ -198,3 +195,53 @@ def _head(read: Callable[[int], bytes]) -> bytes:
         while len(head) < _HEAD_BYTES and (block := read(_HEAD_BYTES - len(head))):
             head += block
     return head
+
+
+class _Streams(io.RawIOBase):
+    """Content of bzip2 or xz streams one after another, with any zeros as padding between and after them.
+
+    `bz2.open` and `lzma.open` would silently end at padding or damage between two streams.
+    """
+
+    def __init__(self, decompressor: Callable[[], Any], file: Any) -> None:
+        self._decompressor, self._file = decompressor, file
+        self.seek(0)
+
+    def readable(self) -> bool:
+        return True
+
+    seekable = readable
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        while whence == os.SEEK_END and self.read(io.DEFAULT_BUFFER_SIZE):
+            pass
+        position += self._position if whence != os.SEEK_SET else 0
+        self._file.seek(0)
+        self._blocks, self._rest, self._position = self._decompressed(), b"", 0
+        while self.read(min(position - self._position, io.DEFAULT_BUFFER_SIZE)):
+            pass
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        self._rest = self._rest or next(filter(None, self._blocks), b"")
+        size = min(len(buffer), len(self._rest))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        self._position += size
+        return size
+
+    def _decompressed(self) -> Iterator[bytes]:
+        read = functools.partial(self._file.read, io.DEFAULT_BUFFER_SIZE)
+        block = read()
+        while block:
+            stream = self._decompressor()
+            while not stream.eof:
+                if stream.needs_input and not block:
+                    raise EOFError("the file ends within a compressed stream")
+                yield stream.decompress(block, io.DEFAULT_BUFFER_SIZE)
+                block = read() if stream.needs_input else b""
+            # The next stream, or damage, is after zeros.
+            rest = itertools.chain([stream.unused_data], iter(read, b""))
+            block = next(filter(None, (each.lstrip(b"\0") for each in rest)), b"")
