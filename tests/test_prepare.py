@@ -568,6 +568,11 @@ DAMAGED = {
         parquet_file(text=pyarrow.array([b"\xff", b"a", b"\xff"]).view(pyarrow.string())),
         [(1, "not Unicode"), (3, "not Unicode")],
     ),
+    "after the year 9999": (
+        "a.parquet",
+        parquet_file(text=pyarrow.array([4 * 10**17, 0], pyarrow.timestamp("us"))),
+        [(1, "out of range"), (2, "no text")],
+    ),
     "first of an array": ("a.json", b'[{"text": null}, {"text": "a"}]', [(1, "no text")]),
     "no field": ("a.parquet", parquet_file(other=["a"]), [(1, "no text")]),
     "number": ("a.parquet", parquet_file(text=[1, 2]), [(1, "no text"), (2, "no text")]),

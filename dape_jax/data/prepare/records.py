@@ -213,8 +213,8 @@ def _rows(path: str, content: Any, head: bytes, config: PrepareConfig) -> Iterat
         for row in map(batch.select(columns).slice, range(batch.num_rows), itertools.repeat(1)):
             try:
                 yield dict.fromkeys(names) | row.to_pylist()[0]  # the names of all columns, for messages
-            except UnicodeDecodeError as error:  # of this row; not every writer checks its text
-                yield LeftOut("not Unicode", str(error))
+            except (OverflowError, ValueError) as error:  # of this row; not every writer checks its text and times
+                yield LeftOut("not Unicode" if isinstance(error, UnicodeError) else "out of range", str(error))
 
 
 def _lines(content: Any) -> Iterator[Any]:
