@@ -330,7 +330,7 @@ def test_lengths_are_bytes_of_utf8(tmp_path: Path, kind: str):
 
 def test_another_field_and_mixed_files(tmp_path: Path):
     """Python source keeps its mark: published results have the digest of the standard library with such files."""
-    write(tmp_path / "a.jsonl", *(json.dumps({"a": {"b": text}}).encode() + b"\n" for text in DOCUMENTS[:20]))
+    write(tmp_path / "a", b'{"a": null}\n', *(json.dumps({"a": {"b": x}}).encode() + b"\n" for x in DOCUMENTS[:20]))
     write(tmp_path / "b.parquet", parquet_file(a=[{"b": text} for text in DOCUMENTS[20:25]]))
     write(tmp_path / "b.arrow", arrow(ipc.new_stream, a=[{"b": text} for text in DOCUMENTS[25:30]], c=[1] * 5))
     write(tmp_path / "dataset_info.json", b'{"features": {}}')  # `save_to_disk` of datasets writes it
@@ -342,8 +342,8 @@ def test_another_field_and_mixed_files(tmp_path: Path):
     write(tmp_path / "e.py", "source".encode("utf-8-sig"))
     prepared = prepare(config(tmp_path, tmp_path / "out", text_field="a.b"))
     assert sorted(texts(prepared.corpus)) == sorted([*DOCUMENTS, "\ufeffsource"])
-    ((file, reason),) = ((bad["file"], bad["reason"]) for bad in rejected(tmp_path / "out"))
-    assert (Path(file).name, reason) == ("d.png", "binary file")
+    reasons = [(Path(bad["file"]).name, bad["reason"]) for bad in rejected(tmp_path / "out")]
+    assert reasons == [("a", "no text"), ("d.png", "binary file")]
     again = prepare(config(tmp_path, tmp_path / "out", text_field="a.b"))  # the output is in the input
     assert again.corpus.digest == prepared.corpus.digest
 
@@ -471,6 +471,8 @@ def test_a_separator_is_given_with_escapes_and_named_if_it_is_seen(tmp_path: Pat
     assert "a.csv is read as text, without the field 'text'" in warned("f")[1]
     source = f"{tmp_path}/*.txt,{tmp_path}/*.csv"
     assert "is read as text" not in warned("g")[1]
+    source = write(tmp_path / "part-0", b'{"body": "a"}\n{"body": "b"}\n')
+    assert "part-0 is read as text, without the field 'text'" in warned("h")[1]
 
 
 def test_the_files_of_a_validation_set_are_held_out(tmp_path: Path):
@@ -877,13 +879,8 @@ def test_the_command_line(tmp_path: Path, capsys):
     assert run_python("-m", "dape_jax.data.prepare", f"--show={tmp_path}/out", **locale).stdout == prepared
     assert all(char.isprintable() or char == "\n" for char in prepared)
     made = open_corpus(tmp_path / "out")
-    for said in (
-        f"digest {made.digest}: verified",
-        "skipped: 1 too short",
-        "bad: 1 no text; see ",
-        r"\x1b[2J\u202e\xe9",
-    ):
-        assert said in prepared
+    for x in (f"digest {made.digest}: verified", "skipped: 1 too short", "bad: 1 no text; see ", r"\x1b[2J\u202e\xe9"):
+        assert x in prepared
     for store in made:
         lengths = np.diff(store.offsets) - 1
         assert f"{len(lengths)} documents, {store.num_tokens} tokens" in prepared

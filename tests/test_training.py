@@ -310,6 +310,9 @@ def test_a_small_validation_set_gives_the_same_loss_at_any_batch_size(trained_ro
             params = init_state(Training.of(run, mesh)).params
             losses.append(loop.make_validation(run, source.validation, mesh)(params)["loss_nats"])
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    corpus = load_corpus(dataclasses.replace(run.data, validation_fraction=0.0)).train.directory.parent
+    with pytest.raises(InputError, match=rf"data\.validation_path = '{corpus}': has no documents for validation"):
+        open_source(RunConfig.from_dict(tiny.spec(trained_root, data__validation_path=str(corpus))), mesh)
 
 
 @pytest.mark.extra

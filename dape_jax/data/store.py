@@ -363,8 +363,7 @@ def _sidecars(path: str, field: str) -> dict[Split, Sidecar]:
             given = (sidecar.format_version, sidecar.split, sidecar.fingerprint)
             expected = (FORMAT_VERSION, split, next(iter(sidecars.values())).fingerprint)
             require(given == expected, f"{file}: format_version, split, fingerprint", given, f"must be {expected}")
-    allowed = f"must be a whole corpus; only {list(sidecars)} has a {SIDECAR_FILE}"
-    require(len(sidecars) != 1, field, path, allowed)
+    require(len(sidecars) != 1, field, path, f"must be a whole corpus; only {list(sidecars)} has a {SIDECAR_FILE}")
     if not sidecars:
         local = Path(os.path.expanduser(path))
         is_split = (local / TOKENS_FILE).exists()

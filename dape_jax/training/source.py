@@ -50,14 +50,14 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh, verify: bool = False
         corpora = process_zero_only(load) or load()  # the first prepares raw text, the others open the result
         process_zero_only(lambda: verify_stores(corpora.stores("all"), verify))
         train_stores, held_out = corpora.stores("train"), corpora.stores("validation")
-        path = run.data.path or run.data.mixture
-        require(len(train_stores) == len(corpora.train), "data.path", path, "must have documents to train on")
+        for path, store in corpora.train.items():
+            require(store.num_documents > 0, run.data.fields[path], path, "must have documents to train on")
+        path, field = [*run.data.fields.items()][-1]  # validation_path, if it is given
         advice = "has no documents for validation; name a text that has some, --config.data.validation_path=TEXT"
-        require(bool(held_out), "data.path", path, advice)
-        message = "text: %s documents (%s tokens) to train on, %s (%s tokens) held out"
+        require(bool(held_out), field, path, advice)
         fields = ("num_documents", "num_tokens")
         counts = [sum(getattr(x, field) for x in stores) for stores in (train_stores, held_out) for field in fields]
-        logger.info(message, *(f"{count:,}" for count in counts))
+        logger.info("text: %s documents (%s tokens) to train on, %s (%s tokens) held out", *map("{:,}".format, counts))
         vocab_size, tokenizer = train_stores[0].sidecar.vocab_size, train_stores[0].tokenizer
         allowed = f"must be at least the tokenizer's {vocab_size}; --config.model.vocab_size=None selects it"
         require(vocab_size <= run.model.vocab_size, "model.vocab_size", run.model.vocab_size, allowed)

@@ -177,7 +177,8 @@ def _values(path: str, content: Any, head: bytes, config: PrepareConfig) -> Iter
         # The first two lines tell lines of JSON from one object on several lines, and from a file about something else.
         first = list(itertools.islice((value for value in _lines(content) if value is not _BLANK), 2))
         content.seek(start)
-        has_text, are_objects = isinstance(lookup(first[0], config.text_field), str), {*map(type, first)} == {dict}
+        has_text = any(isinstance(lookup(value, config.text_field), str) for value in first)
+        are_objects = {*map(type, first)} == {dict}
         if (has_text and (is_json or are_objects)) or (is_json and are_objects and len(first) == 2):
             return _lines(content)
     if is_array or (is_json and begins.startswith(b"{")):

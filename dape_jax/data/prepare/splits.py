@@ -153,6 +153,8 @@ def _documents(inputs: Inputs, field: str) -> Iterator[Found]:
                 if (count := content.count(token.encode())) > 1:
                     flag = f"--document_separator='{token}' (in training, --config.data.document_separator)"
                     logger.warning("%s has %d times %s: %s divides it", path, count, token, flag)
+            if re.match(rb'\{ *"[^\n]*\}\r?\n\{ *"', content):  # JSON lines: in the first two, the field is no text
+                tables.add(path)
         if found.is_text and path in tables:
             advice = "records are read from JSON lines, parquet and JSON arrays of objects (see --text_field)"
             logger.warning("%s is read as text, without the field %r: %s", path, config.text_field, advice)
