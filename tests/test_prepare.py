@@ -438,20 +438,19 @@ def test_separators_divide_a_text(documents: list[str], block: int, longest: int
 
 
 def test_a_separator_is_given_with_escapes_and_named_if_it_is_seen(tmp_path: Path, caplog):
+    caplog.set_level(logging.WARNING, "dape_jax")
     stories = "<|endoftext|>\n".join(text.replace("\n", " ") + "\n" for text in DOCUMENTS)
     source = write(tmp_path / "stories.txt", stories.encode())
 
     def warned(output: str, **options) -> tuple[int, str]:
         caplog.clear()
-        with caplog.at_level(logging.WARNING, "dape_jax"):
-            return sum(prepare(config(source, tmp_path / output, **options)).record.num_documents.values()), caplog.text
+        return sum(prepare(config(source, tmp_path / output, **options)).record.num_documents.values()), caplog.text
 
     number, said = warned("a")
     assert "--document_separator='<|endoftext|>' " in said
-    several = write(tmp_path / "several.txt", b"one</s>two</s>three</s>")
-    with caplog.at_level(logging.WARNING, "dape_jax"):  # separators that divide none of many files
-        prepare(config(f"{write_input('tex', tmp_path / 'in')}", tmp_path / "many", document_separator="###"))
-        prepare(config(several, tmp_path / "several"))
+    # separators that divide none of many files
+    prepare(config(f"{write_input('tex', tmp_path / 'in')}", tmp_path / "many", document_separator="###"))
+    prepare(config(write(tmp_path / "several.txt", b"one</s>two</s>three</s>"), tmp_path / "several"))
     assert "'###': separates nothing" in caplog.text
     assert "--document_separator='</s>' " in caplog.text
     assert (number, warned("b", document_separator="<|endoftext|>")) == (2, (40, ""))
@@ -461,7 +460,8 @@ def test_a_separator_is_given_with_escapes_and_named_if_it_is_seen(tmp_path: Pat
         write(source, "".join(lines).encode())
         assert warned(output, document_separator=r"\n\n") == (40, "")
     data = DataConfig(str(source), "bytes", str(tmp_path / "cache"), 0.3, 0, document_separator="\n\n")
-    assert load_corpus(data).digest == open_corpus(tmp_path / "d").digest
+    assert load_corpus(data).digest == load_corpus(dataclasses.replace(data, path=str(tmp_path / "d"))).digest
+    assert caplog.text.count("data.document_separator = '\\n\\n': not used: dape-prepare") == 1
     write(tmp_path / "a.csv", b"id,text\n1,words\n")
     write(tmp_path / "b.csv.gz", gzip.compress(b"id,text\n2,words\n"))
     source = tmp_path / "*.csv*"

@@ -180,8 +180,7 @@ def validation_batches(
     num_padding = -num_windows % multiple
     rows = [windows[index] for index in spread.tolist()]
     if num_padding:
-        weights = {"weights": np.ones(length, np.float32)}
-        rows = [weights | row for row in rows]
+        rows = [{"weights": np.ones(length, np.float32)} | row for row in rows]
         rows += [rows[-1] | {"weights": np.zeros(length, np.float32)}] * num_padding
     size = min(batch_size, len(rows))
     batches = [rows[start : start + size] for start in range(0, len(rows), size)]

@@ -92,6 +92,9 @@ def load_corpora(config: DataConfig, lossy: bool = False) -> Corpora:
     fields, held_out = config.fields, config.validation_path
     found = {path: find_corpus(path, config, name) for path, name in fields.items()}
     corpora = {path: open_corpus(directory) for path, directory in found.items() if directory is not None}
+    if config.document_separator and len(corpora) == len(found):
+        unused = "data.document_separator = %r: not used: dape-prepare --document_separator divides text of a corpus"
+        logger.warning(unused, config.document_separator)
     if config.tokenizer is None and corpora:
         names = {path: corpus.train.sidecar.tokenizer for path, corpus in corpora.items()}
         field, *_ = fields.values()

@@ -66,8 +66,7 @@ class PrepareConfig:
         require(self.min_length > 0, "min_length", self.min_length, "must be positive: an empty document has no text")
         allowed = f"must be min_length = {self.min_length} to {MAX_LENGTH}"
         require(self.min_length <= self.max_length <= MAX_LENGTH, "max_length", self.max_length, allowed)
-        fraction = self.validation_fraction
-        require(0 <= fraction <= 1, "validation_fraction", fraction, "must be 0 to 1")
+        require(0 <= self.validation_fraction <= 1, "validation_fraction", self.validation_fraction, "must be 0 to 1")
         require(0 < self.workers <= 1024, "workers", self.workers, "must be 1 to 1024 threads")
 
     @property

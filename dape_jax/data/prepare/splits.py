@@ -160,9 +160,8 @@ def _documents(inputs: Inputs, field: str) -> Iterator[Found]:
             logger.warning("%s is read as text, without the field %r: %s", path, config.text_field, advice)
             tables.clear()
         yield found
-    paths = ",".join(getattr(config, field))
     why = "; ".join([described(reasons), *details.values()]) if reasons else "the files are empty"
-    require(num_documents > 0, field, paths, f"no documents found: {why}")
+    require(num_documents > 0, field, ",".join(getattr(config, field)), f"no documents found: {why}")
 
 
 def described(counts: Mapping[str, int]) -> str:
