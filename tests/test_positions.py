@@ -153,3 +153,11 @@ def test_distance_biases_are_their_table(name):
         seen_TS = np.greater_equal.outer(q_pos, k_pos) | (name != "sandwich" or not causal)
         at_table_HTS = at_distance[:, distances(q_pos, k_pos, causal=causal)]
         np.testing.assert_allclose(bias_HTS[:, seen_TS], at_table_HTS[:, seen_TS], rtol=1e-6, atol=atol)
+
+
+@pytest.mark.parametrize("name", OF_POSITIONS)
+def test_biases_with_parameters_in_16_bits_are_not_rounded(name):
+    bias, (q_pos, k_pos) = BIASES[name]().build(3, 4, nnx.Rngs(0)), jnp.array([[257, 501], [0, 3]])
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), bias)
+    same = jax.tree.map(lambda x: x.astype(jnp.float32), half)
+    np.testing.assert_array_equal(half(q_pos, k_pos), same(q_pos, k_pos))

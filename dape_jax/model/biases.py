@@ -22,7 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dape_jax.errors import one_of, positive, require
-from dape_jax.sharding import full_precision
+from dape_jax.sharding import at_least_float32, full_precision
 
 Distance = Int[Array, "*shape"]  # at least 0
 HeadBias = Float[Array, "H *shape"]  # the bias of every head at each distance
@@ -88,6 +88,11 @@ def fan_in_uniform(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int) -> nnx.P
     return nnx.Param(jax.random.uniform(rngs.params(), shape, minval=-limit, maxval=limit))
 
 
+def _wide(param: Any) -> Array:
+    """Return a parameter in float32 or better: in 16 bits, distances and sums of gradients would be rounded."""
+    return param[...].astype(at_least_float32(param.dtype))
+
+
 def _per_head(x_H: Float[Array, "H"], distance: Distance) -> Float[Array, "H ..."]:
     """Reshape one number per head to broadcast against `distance[None]`."""
     return x_H.reshape(-1, *(1,) * distance.ndim)
@@ -138,7 +143,8 @@ class AlibiConfig(BiasConfig):
 
 
 def _clamp(x_H: Float[Array, "H"], low: float, high: float = math.inf) -> Float[Array, "H"]:
-    """Clamp the value to low..high; the gradient is the identity's."""
+    """Clamp the value to low..high, in float32 or better; the gradient is the identity's."""
+    x_H = _wide(x_H)
     return x_H + jax.lax.stop_gradient(jnp.clip(x_H, low, high) - x_H)
 
 
@@ -151,7 +157,7 @@ def kerple(distance: Distance, p_H: Float[Array, "H"], a_H: Float[Array, "H"]) -
       parameter below 0.01 can rise again.
     """
     p, a = (_per_head(_clamp(x_H, 0.01), distance) for x_H in (p_H, a_H))
-    return -p * jnp.log1p(a * distance.astype(p_H.dtype)[None])
+    return -p * jnp.log1p(a * distance.astype(p.dtype)[None])
 
 
 def kerple_power(distance: Distance, p_H: Float[Array, "H"], a_H: Float[Array, "H"]) -> HeadBias:
@@ -161,7 +167,7 @@ def kerple_power(distance: Distance, p_H: Float[Array, "H"], a_H: Float[Array, "
     Differs: see `kerple`.
     """
     a, p = _per_head(_clamp(a_H, 0.01), distance), _per_head(_clamp(p_H, 0.01, 2.0), distance)
-    return -a * distance.astype(p_H.dtype)[None] ** p
+    return -a * distance.astype(p.dtype)[None] ** p
 
 
 class Kerple(DistanceBias):
@@ -289,7 +295,7 @@ class T5(DistanceBias):
 
     def of_distance(self, distance: Distance) -> HeadBias:
         """See the class."""
-        table_NH = self.table_NH[...]
+        table_NH = _wide(self.table_NH)
         return self.scale * jnp.moveaxis(table_NH[t5_buckets(distance, table_NH.shape[0], self.max_distance)], -1, 0)
 
 
@@ -338,16 +344,16 @@ class Fire(nnx.Module):
         self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
     ) -> Float[Array, "H T S"]:
         """Return the bias for every (query, key) pair."""
-        c, threshold = self.c[...], self.threshold_multiplier[...] * self.threshold
+        c, threshold = _wide(self.c), _wide(self.threshold_multiplier) * self.threshold
         distance_TS = distances(q_pos_T, k_pos_S, causal=causal).astype(c.dtype)
         last_TS = q_pos_T[:, None] if causal else jnp.maximum(q_pos_T[:, None], k_pos_S[None, :])
         norm_TS = jnp.maximum(last_TS.astype(c.dtype), jnp.abs(threshold))
         z_TS = jnp.log1p(jnp.abs(c * distance_TS)) / (jnp.log1p(jnp.abs(c * norm_TS)) + 1e-6)
-        hidden_TSM = z_TS[..., None] * self.hidden_M[...][None, None, :] + self.hidden_bias_M[...][None, None, :]
+        hidden_TSM = z_TS[..., None] * _wide(self.hidden_M)[None, None, :] + _wide(self.hidden_bias_M)[None, None, :]
         hidden_TSM = FIRE_ACTIVATIONS[self.activation](hidden_TSM)
         precision = full_precision(hidden_TSM.dtype)
-        bias_HTS = jnp.einsum("TSM,MH->HTS", hidden_TSM, self.output_MH[...], precision=precision)
-        return bias_HTS + self.output_bias_H[...][:, None, None]
+        bias_HTS = jnp.einsum("TSM,MH->HTS", hidden_TSM, _wide(self.output_MH), precision=precision)
+        return bias_HTS + _wide(self.output_bias_H)[:, None, None]
 
 
 @dataclasses.dataclass(frozen=True)
