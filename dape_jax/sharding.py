@@ -189,6 +189,11 @@ def at_least_float32(dtype: DTypeLike) -> np.dtype:
     return np.promote_types(dtype, jnp.float32)
 
 
+def wide(x: jax.Array) -> jax.Array:
+    """Return an array in float32 or better: in 16 bits, distances, sums and their gradients would be rounded."""
+    return x.astype(at_least_float32(x.dtype))
+
+
 def vary_alike(*trees: Any) -> Any:
     """Mark all arrays as varying over every mesh axis that any of them varies over.
 

@@ -22,7 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dape_jax.errors import one_of, positive, require
-from dape_jax.sharding import at_least_float32, full_precision
+from dape_jax.sharding import full_precision, wide
 
 Distance = Int[Array, "*shape"]  # at least 0
 HeadBias = Float[Array, "H *shape"]  # the bias of every head at each distance
@@ -88,11 +88,6 @@ def fan_in_uniform(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int) -> nnx.P
     return nnx.Param(jax.random.uniform(rngs.params(), shape, minval=-limit, maxval=limit))
 
 
-def _wide(param: Any) -> Array:
-    """Return a parameter in float32 or better: in 16 bits, distances and sums of gradients would be rounded."""
-    return param[...].astype(at_least_float32(param.dtype))
-
-
 def _per_head(x_H: Float[Array, "H"], distance: Distance) -> Float[Array, "H ..."]:
     """Reshape one number per head to broadcast against `distance[None]`."""
     return x_H.reshape(-1, *(1,) * distance.ndim)
@@ -144,7 +139,7 @@ class AlibiConfig(BiasConfig):
 
 def _clamp(x_H: Float[Array, "H"], low: float, high: float = math.inf) -> Float[Array, "H"]:
     """Clamp the value to low..high, in float32 or better; the gradient is the identity's."""
-    x_H = _wide(x_H)
+    x_H = wide(x_H)
     return x_H + jax.lax.stop_gradient(jnp.clip(x_H, low, high) - x_H)
 
 
@@ -295,7 +290,7 @@ class T5(DistanceBias):
 
     def of_distance(self, distance: Distance) -> HeadBias:
         """See the class."""
-        table_NH = _wide(self.table_NH)
+        table_NH = wide(self.table_NH[...])
         return self.scale * jnp.moveaxis(table_NH[t5_buckets(distance, table_NH.shape[0], self.max_distance)], -1, 0)
 
 
@@ -344,16 +339,17 @@ class Fire(nnx.Module):
         self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
     ) -> Float[Array, "H T S"]:
         """Return the bias for every (query, key) pair."""
-        c, threshold = _wide(self.c), _wide(self.threshold_multiplier) * self.threshold
+        c, threshold = wide(self.c[...]), wide(self.threshold_multiplier[...]) * self.threshold
         distance_TS = distances(q_pos_T, k_pos_S, causal=causal).astype(c.dtype)
         last_TS = q_pos_T[:, None] if causal else jnp.maximum(q_pos_T[:, None], k_pos_S[None, :])
         norm_TS = jnp.maximum(last_TS.astype(c.dtype), jnp.abs(threshold))
         z_TS = jnp.log1p(jnp.abs(c * distance_TS)) / (jnp.log1p(jnp.abs(c * norm_TS)) + 1e-6)
-        hidden_TSM = z_TS[..., None] * _wide(self.hidden_M)[None, None, :] + _wide(self.hidden_bias_M)[None, None, :]
+        weight_M, bias_M = wide(self.hidden_M[...]), wide(self.hidden_bias_M[...])
+        hidden_TSM = z_TS[..., None] * weight_M[None, None, :] + bias_M[None, None, :]
         hidden_TSM = FIRE_ACTIVATIONS[self.activation](hidden_TSM)
         precision = full_precision(hidden_TSM.dtype)
-        bias_HTS = jnp.einsum("TSM,MH->HTS", hidden_TSM, _wide(self.output_MH), precision=precision)
-        return bias_HTS + _wide(self.output_bias_H)[:, None, None]
+        bias_HTS = jnp.einsum("TSM,MH->HTS", hidden_TSM, wide(self.output_MH[...]), precision=precision)
+        return bias_HTS + wide(self.output_bias_H[...])[:, None, None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,6 +48,7 @@ from dape_jax.sharding import (
     matmul,
     stripe,
     unstripe,
+    wide,
 )
 
 # Model sizes of the paper: table 8, and the official configurations for the two that table 8 omits.
@@ -63,25 +64,21 @@ SIZES = {
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Return x Phi(x), where Phi is the normal distribution function, computed in float32 or better."""
     x = jax.lax.optimization_barrier(x)  # otherwise XLA may fuse the matmuls around it, which takes TPUs twice as long
-    return (_wide(x) * _normal_cdf(x)).astype(x.dtype)
+    return (wide(x) * _normal_cdf(x)).astype(x.dtype)
 
 
 @gelu.defjvp
 def _gelu_jvp(primals, tangents):
     """Only the slope is saved for the backward pass, in the dtype of x."""
     (x,), (dx,) = primals, tangents
-    density = jnp.exp(-0.5 * jnp.square(_wide(x))) / math.sqrt(2 * math.pi)
-    return gelu(x), (_normal_cdf(x) + _wide(x) * density).astype(x.dtype) * dx
+    density = jnp.exp(-0.5 * jnp.square(wide(x))) / math.sqrt(2 * math.pi)
+    return gelu(x), (_normal_cdf(x) + wide(x) * density).astype(x.dtype) * dx
 
 
 def _normal_cdf(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Return Phi(x). For 16 bits, 1 + erf is exact enough, and has half the operations of erfc."""
-    y = _wide(x) * math.sqrt(0.5)
+    y = wide(x) * math.sqrt(0.5)
     return 0.5 * (1 + jax.lax.erf(y) if x.dtype.itemsize < 4 else jax.lax.erfc(-y))
-
-
-def _wide(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    return x.astype(at_least_float32(x.dtype))
 
 
 ACTIVATIONS = {
@@ -452,7 +449,7 @@ class SelfAttention(nnx.Module):
         v_BTGK = linear("BTD,DGK->BTGK", x_BTD, self.value_DGK, self.value_bias_GK)
         if self.query_norm is not None and self.key_norm is not None:
             q_BTHK, k_BTGK = (
-                norm(_wide(x).reshape(*x.shape[:2], -1, norm.num_features)).reshape(x.shape).astype(x.dtype)
+                norm(wide(x).reshape(*x.shape[:2], -1, norm.num_features)).reshape(x.shape).astype(x.dtype)
                 for norm, x in ((self.query_norm, q_BTHK), (self.key_norm, k_BTGK))
             )
         q_BTHK, k_BTGK = self.of_kind(lambda kind, *x: [kind.rotary(each, pos) for each in x], layer, q_BTHK, k_BTGK)
