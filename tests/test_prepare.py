@@ -879,8 +879,13 @@ def test_the_command_line(tmp_path: Path, capsys):
     assert run_python("-m", "dape_jax.data.prepare", f"--show={tmp_path}/out", **locale).stdout == prepared
     assert all(char.isprintable() or char == "\n" for char in prepared)
     made = open_corpus(tmp_path / "out")
-    for x in (f"digest {made.digest}: verified", "skipped: 1 too short", "bad: 1 no text; see ", r"\x1b[2J\u202e\xe9"):
-        assert x in prepared
+    for said in (
+        f"digest {made.digest}: verified",
+        "skipped: 1 too short",
+        "bad: 1 no text; see ",
+        r"\x1b[2J\u202e\xe9",
+    ):
+        assert said in prepared
     for store in made:
         lengths = np.diff(store.offsets) - 1
         assert f"{len(lengths)} documents, {store.num_tokens} tokens" in prepared

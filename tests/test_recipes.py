@@ -95,6 +95,7 @@ def test_a_run_records_what_followed_and_starts_again(root, tmp_path, monkeypatc
 
 
 FLAGS = {
+    "train.num_steps=7": 7,
     "train.num_steps=7 train.num_steps=8": 8,
     "optimizer.learning_rate=1e-3": 1e-3,
     "optimizer.clip_norm=2": 2.0,

@@ -260,7 +260,8 @@ class DapeLM(TemplateLM):
     def tokenizer_name(self) -> str:
         """Name of tokenizer and template, for the harness's cache of requests.
 
-        It is read only if there is a chat template, which cached requests have already.
+        The harness reads it only with a chat template. Requests from the cache have the template already, so that
+        `apply_chat_template` is not called; from here on, control tokens in a text are tokens.
         """
         self._is_chat = True
         return f"{self._tokenizer.name}-{json_digest(self.conventions.chat_template)[:16]}"
@@ -360,17 +361,25 @@ class DapeLM(TemplateLM):
             indices_of_options[options].append(index)
         self._warn_of_truncation(num_truncated, len(requests))
         answers, seeds = [""] * len(requests), itertools.count()
-        model, ends = (self.info.run.model, self._params, self._mesh), self.conventions.ends(self._tokenizer)
+        ends = self.conventions.ends(self._tokenizer)
         with Progress(total=len(requests), unit="request", disable=disable_tqdm) as bar:
             for options, indices in indices_of_options.items():
                 indices.sort(key=lambda index: len(prompts[index]), reverse=True)
                 batch_size = self._rows_per_batch(self._cache_width(prompts[indices[0]], options), len(indices))
                 for rows, num_real in padded_batches(len(indices), batch_size):
                     batch = [prompts[indices[row]] for row in rows]  # the longest first
-                    # Gives caches one of a few sizes, so that programs are shared; `islice` stops earlier.
-                    num_steps = self._cache_width(batch[0], options) - len(batch[0]) + 1
-                    draws = {"sampling": options.sampling, "seed": next(seeds), "num_ids": self._tokenizer.vocab_size}
-                    steps = generate(*model, batch, max_new_tokens=num_steps, end_tokens=ends, **draws)
+                    steps = generate(
+                        self.info.run.model,
+                        self._params,
+                        self._mesh,
+                        batch,
+                        # Gives caches one of a few sizes, so that programs are shared; `islice` stops earlier.
+                        max_new_tokens=self._cache_width(batch[0], options) - len(batch[0]) + 1,
+                        sampling=options.sampling,
+                        seed=next(seeds),
+                        num_ids=self._tokenizer.vocab_size,
+                        end_tokens=ends,
+                    )
                     steps = itertools.islice(steps, options.max_gen_toks)
                     outputs = generate_until(steps, batch[:num_real], self._tokenizer, ends, options.until)
                     for row, output in zip(rows, outputs, strict=False):

@@ -236,7 +236,9 @@ class ShowConfig:
 
 def main(given: ShowConfig) -> None:
     """Prepare the corpus and show it; or show another one."""
-    shown = given.show or prepare(command_line.from_flags(PrepareConfig)).corpus.train.directory.parent
+    shown = given.show
+    if shown is None:
+        shown = prepare(command_line.from_flags(PrepareConfig)).corpus.train.directory.parent
     show(Path(os.path.expanduser(shown)))
 
 
