@@ -255,7 +255,7 @@ def test_a_text_for_validation_is_encoded_as_the_corpus(tmp_path: Path):
 
 def test_a_mixture_is_of_the_corpora_that_it_names(tmp_path: Path):
     one, other = write(tmp_path / "a=b", DOCUMENTS[:20]), write(tmp_path / "other", DOCUMENTS[20:])
-    mine = config("stdlib", tmp_path / "cache", mixture=f"{one}=.7,{other}=3e0")
+    mine = config("stdlib", tmp_path / "cache", mixture=f"{one}=.7, {other}=3e0")
     assert (mine.path, mine.weights) == (None, {str(one): 0.7, str(other): 3.0})
     corpora = load_corpora(mine)
     assert list(corpora.train) == list(corpora.validation) == list(mine.weights)

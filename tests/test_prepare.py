@@ -450,7 +450,8 @@ def test_a_separator_is_given_with_escapes_and_named_if_it_is_seen(tmp_path: Pat
     assert "--document_separator='<|endoftext|>' " in said
     # separators that divide none of many files
     prepare(config(f"{write_input('tex', tmp_path / 'in')}", tmp_path / "many", document_separator="###"))
-    prepare(config(write(tmp_path / "several.txt", b"one</s>two</s>three</s>"), tmp_path / "several"))
+    readme, several = write(tmp_path / "README.md", b"a"), write(tmp_path / "several.txt", b"one</s>two</s>three</s>")
+    prepare(config(f"{readme},{several}", tmp_path / "several"))
     assert "'###': separates nothing" in caplog.text
     assert "--document_separator='</s>' " in caplog.text
     assert (number, warned("b", document_separator="<|endoftext|>")) == (2, (40, ""))
@@ -466,8 +467,7 @@ def test_a_separator_is_given_with_escapes_and_named_if_it_is_seen(tmp_path: Pat
     write(tmp_path / "b.csv.gz", gzip.compress(b"id,text\n2,words\n"))
     source = tmp_path / "*.csv*"
     assert warned("e")[1].count("a.csv is read as text, without the field 'text'") == 1
-    write(tmp_path / "README.md", b"as data sets have it")
-    source = f"{tmp_path}/README.md,{tmp_path}/*.csv"
+    source = f"{readme},{tmp_path}/*.csv"
     assert "a.csv is read as text, without the field 'text'" in warned("f")[1]
     source = f"{tmp_path}/*.txt,{tmp_path}/*.csv"
     assert "is read as text" not in warned("g")[1]
@@ -520,6 +520,21 @@ def test_what_is_left_out_is_counted_at_every_start(tmp_path: Path, caplog):
     assert "it has no .idx" in found["flat.bin"]
 
 
+def test_what_a_data_set_has_beside_its_training_records_is_named(tmp_path: Path, caplog):
+    caplog.set_level(logging.WARNING, "dape_jax")
+    (data := tmp_path / "in/data").mkdir(parents=True)
+    test, train = data / "Test-1-fedcba9876543210.jsonl", data / "train-0-0123456789abcdef.jsonl"
+    readme, _, _ = write(tmp_path / "in/README.md", b"a data set"), write(test, *LINES), write(train, *LINES)
+    advice = "give the files to train on, and others as --validation (in training, data.validation_path)"
+    named = f"train, test and the like in names as {test} do not choose the split: {advice}"
+    mixed = f"texts, such as {readme}, and records, as in {test}, are in one corpus"
+    folders = f"directories that match '{tmp_path}/in/*' left out: {tmp_path}/in/data; '**' descends into them"
+    for path, said in (("", [named, mixed]), ("", [named, mixed]), ("/*", [folders]), ("/data/train*", [])):
+        caplog.clear()
+        prepare(config(f"{tmp_path}/in{path}", tmp_path / f"out{len(path)}"))
+        assert caplog.messages == said
+
+
 def test_a_prepared_corpus_is_no_text(tmp_path: Path):
     prepare(config(write(tmp_path / "a.jsonl", *LINES), tmp_path / "out"))
     for path in ("out", "out/train", f"../{tmp_path.name}"):
@@ -562,19 +577,14 @@ def test_every_bad_record_is_named_by_file_and_line_and_left_out(tmp_path: Path)
     assert prepared.record.skipped == {"too long": len(long)}
 
 
+NOT_UTF8 = pyarrow.array([b"\xff", b"a", b"\xff"]).view(pyarrow.string())
+LATE = pyarrow.array([4 * 10**17, 0], pyarrow.timestamp("us"))
+HEX = random.Random(0).randbytes(100_000).hex().encode()
 DAMAGED = {
     "no text": ("a.parquet", parquet_file(text=["a", None] * 2), [(2, "no text"), (4, "no text")]),
     "not Unicode": ("a.parquet", parquet_file(text=[b"a", b"\xff"]), [(2, "not Unicode")]),
-    "not Unicode in strings": (
-        "a.parquet",
-        parquet_file(text=pyarrow.array([b"\xff", b"a", b"\xff"]).view(pyarrow.string())),
-        [(1, "not Unicode"), (3, "not Unicode")],
-    ),
-    "after the year 9999": (
-        "a.parquet",
-        parquet_file(text=pyarrow.array([4 * 10**17, 0], pyarrow.timestamp("us"))),
-        [(1, "out of range"), (2, "no text")],
-    ),
+    "not Unicode in strings": ("a.parquet", parquet_file(text=NOT_UTF8), [(1, "not Unicode"), (3, "not Unicode")]),
+    "after the year 9999": ("a.parquet", parquet_file(text=LATE), [(1, "out of range"), (2, "no text")]),
     "first of an array": ("a.json", b'[{"text": null}, {"text": "a"}]', [(1, "no text")]),
     "no field": ("a.parquet", parquet_file(other=["a"]), [(1, "no text")]),
     "number": ("a.parquet", parquet_file(text=[1, 2]), [(1, "no text"), (2, "no text")]),
@@ -585,21 +595,10 @@ DAMAGED = {
     "wide stream": ("a.arrow", arrow(ipc.new_stream, text=["a"], n=[1]).replace(b"@", b"\x80"), [(1, "damaged file")]),
     "empty stream": ("a.arrow", b"", [(1, "damaged file")]),
 }
-DAMAGED |= {
-    suffix: (
-        f"a.txt.{suffix}",
-        compress(random.Random(0).randbytes(100_000).hex().encode())[:-50],
-        [(1, "damaged file")],
-    )
-    for suffix, compress in COMPRESS.items()
-} | {
-    f"after a member of {suffix}": (
-        f"a.jsonl.{suffix}",
-        compress(LINES[0]) + b"\0\1" + compress(LINES[1]),
-        [(2, "damaged file")],
-    )
-    for suffix, compress in COMPRESS.items()
-}
+for suffix, compress in COMPRESS.items():
+    DAMAGED[suffix] = (f"a.txt.{suffix}", compress(HEX)[:-50], [(1, "damaged file")])
+    between = compress(LINES[0]) + b"\0\1" + compress(LINES[1])
+    DAMAGED[f"after a member of {suffix}"] = (f"a.jsonl.{suffix}", between, [(2, "damaged file")])
 
 
 @pytest.mark.parametrize("case", DAMAGED)

@@ -58,8 +58,7 @@ class DataConfig:
     """Text for training and evaluation."""
 
     # A prepared corpus, or raw text: "stdlib", a directory, a glob or a file; or a URL of these. None for an imported
-    # model, whose training text is unknown.
-    # It may change on resume, because a digest identifies the data.
+    # model, whose training text is unknown. It may change on resume, because a digest identifies the data.
     path: Resumable[str | None]
     # "bytes", or the path or name of a tokenizer.json; None for the prepared corpus's, or bytes for raw text
     tokenizer: str | None = None
@@ -114,7 +113,7 @@ def parse_mixture(mixture: str) -> dict[str, float]:
     Raises:
         InputError: a weight is missing or not positive, or a path is missing or named twice.
     """
-    items = [item.rpartition("=")[::2] for item in mixture.split(",")]
+    items = [item.strip().rpartition("=")[::2] for item in mixture.split(",")]
     weights = {path: float(weight) for path, weight in items if re.fullmatch(r"[0-9]*\.?[0-9]+(e-?[0-9]+)?", weight)}
     is_valid = len(weights) == len(items) and all(weights) and min(weights.values()) > 0
     allowed = "must be PATH=WEIGHT,PATH=WEIGHT with different paths, without commas in them, and positive weights"

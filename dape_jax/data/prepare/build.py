@@ -53,6 +53,7 @@ class Record:
     rejected: Counter[str] = dataclasses.field(default_factory=Counter)  # by reason
     num_lossy: int = 0  # documents that their ids do not decode to
     cut: int | None = None  # length of the documents before the end that is held out; None: whole documents are
+    first: dict[str, str] = dataclasses.field(default_factory=dict)  # a file of texts and one of records, if there are
 
 
 def to_record(saved: dict[str, Any]) -> Record:
@@ -155,10 +156,8 @@ def _write_documents(work: Path, inputs: Inputs, tokenizer: Tokenizer, cut: int 
         num_bytes = sum(file.num_bytes for file in files[num_complete:])
         bar = stack.enter_context(Progress(total=num_bytes, desc="tokenizing", unit="B", unit_scale=True, leave=False))
         num_threads = inputs.config.workers if isinstance(tokenizer, HfTokenizer) else 1
-        encoded = _map_in_order(
-            functools.partial(encode, inputs=inputs), divided(inputs, cut, num_complete), num_threads
-        )
-        for found, ids, is_lossy in encoded:
+        documents = divided(inputs, cut, num_complete)
+        for found, ids, is_lossy in _map_in_order(functools.partial(encode, inputs=inputs), documents, num_threads):
             num_bytes = sum(file.num_bytes for file in files[num_complete : found.file])
             num_complete, unsaved = found.file, unsaved + num_bytes
             bar.update(num_bytes)
@@ -172,6 +171,7 @@ def _write_documents(work: Path, inputs: Inputs, tokenizer: Tokenizer, cut: int 
                 record.num_tokens[found.split] += len(ids) + 1
                 record.num_text_bytes += len(found.content) if isinstance(found.content, bytes) else 0
                 record.num_lossy += is_lossy
+                record.first.setdefault("text" if found.is_text else "records", files[found.file].path)
                 continue
             (record.skipped if ids.reason in SKIPPED else record.rejected)[ids.reason] += 1
             if ids.reason != "filtered":

@@ -20,6 +20,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 RECIPE_FILE = "recipe.json"
 TRAIN_BPE_BYTES = 2**30  # bytes of text on which a BPE is trained
 QUANTILES = {"smallest": 0.0, "5 %": 0.05, "25 %": 0.25, "median": 0.5, "75 %": 0.75, "95 %": 0.95, "largest": 1.0}
+_PART = r"(?<![a-z])(train|test|valid|validation|val|dev|eval)(?![a-z])"  # of a data set, in names
 _SAMPLES, _SHOWN_CHARS = 3, 200  # documents of each store whose beginning is shown, and its length
 
 
@@ -85,8 +87,10 @@ def prepare(config: PrepareConfig, is_cache: bool = False) -> Prepared:
     allowed = f"{record.num_lossy:,} documents of {output} differ from their text; dape-prepare --lossy accepts them"
     require(config.lossy or not record.num_lossy, "lossy", config.lossy, allowed)
     if record.cut is not None:
-        percent, few = 100 * config.validation_fraction, "there are too few documents to choose whole ones"
-        logger.info("held out: about the last %.3g %%, after %s bytes or ids: %s", percent, f"{record.cut:,}", few)
+        percent = 100 * config.validation_fraction
+        logger.info("held out: about the last %.3g %%: there are too few documents to choose whole ones", percent)
+    if len(record.first) > 1:
+        logger.warning("texts, such as %(text)s, and records, as in %(records)s, are in one corpus", record.first)
     if config.separator and record.num_documents.total() - (record.cut is not None) <= len(inputs.files):
         logger.warning("document_separator = %r: separates nothing in the input", config.document_separator)
     if counts := record.skipped + record.rejected:
@@ -110,8 +114,7 @@ def prepare_text(path: str, data: DataConfig, lossy: bool, field: str) -> Corpus
         held_out = () if data.validation_path is None else (data.validation_path,)
         fields: dict[str, Any] = {"input": (path,), "validation": held_out, "output": data.cache_dir, "lossy": lossy}
         fields |= {"max_length": MAX_LENGTH, "workers": 1}  # of the longest documents, few fit in memory
-        for name in ("tokenizer", "document_separator", "validation_fraction"):
-            fields[name] = getattr(data, name)
+        fields |= {name: getattr(data, name) for name in ("tokenizer", "document_separator", "validation_fraction")}
         corpus, record = prepare(PrepareConfig(**fields), is_cache=True)
     except InputError as error:
         raise InputError(f"{field} = {path!r}: {str(error).removeprefix(f'input = {path!r}: ')}") from error
@@ -134,6 +137,11 @@ def find_inputs(config: PrepareConfig, excluded: Collection[Path]) -> Inputs:
         paths = {os.path.realpath(file.path) for file in held_out}
         files = [file._replace(split="train") for file in files if os.path.realpath(file.path) not in paths]
         require(bool(files), "input", ",".join(config.input), "must have files that are not in validation")
+    names = {re.sub(r"\d+|-[0-9a-f]{16}", "", file.path.lower()): file.path for file in files}
+    parts = {re.sub(_PART, "", name): path for name, path in names.items()}
+    if config.validation_fraction < 1 and (alike := sorted({*names.values()} - {*parts.values()})):
+        advice = "give the files to train on, and others as --validation (in training, data.validation_path)"
+        logger.warning("train, test and the like in names as %s do not choose the split: %s", alike[0], advice)
     options = ("text_field", "min_length", "max_length", "validation_fraction")
     recipe: dict[str, Any] = {"format_version": FORMAT_VERSION, "where": config.conditions}
     recipe |= {option: getattr(config, option) for option in options}
@@ -236,9 +244,7 @@ class ShowConfig:
 
 def main(given: ShowConfig) -> None:
     """Prepare the corpus and show it; or show another one."""
-    shown = given.show
-    if shown is None:
-        shown = prepare(command_line.from_flags(PrepareConfig)).corpus.train.directory.parent
+    shown = given.show or prepare(command_line.from_flags(PrepareConfig)).corpus.train.directory.parent
     show(Path(os.path.expanduser(shown)))
 
 

@@ -32,8 +32,7 @@ class PrepareConfig:
         None, "Token of --tokenizer that ends a document; by default <|endoftext|> or another usual one."
     )
     document_separator: str | None = flag(
-        None,
-        r"Text between the documents of a text file, such as <|endoftext|> or \n\n (\n, \r, \t, \f, \\ are escapes).",
+        None, r"Text between documents of a text file, such as <|endoftext|> or \n\n (\n, \r, \t, \f, \\ are escapes)."
     )
     text_field: str = flag("text", "Field with the text of a record; a dot descends into an object.")
     where: tuple[str, ...] = flag(
@@ -72,9 +71,7 @@ class PrepareConfig:
     @property
     def separator(self) -> bytes | None:
         """Bytes between the documents of a text file, or None: a file is one document."""
-        if self.document_separator is None:
-            return None
-        return unescape(self.document_separator).encode()
+        return None if self.document_separator is None else unescape(self.document_separator).encode()
 
     @property
     def conditions(self) -> tuple[tuple[str, tuple[str, ...]], ...]:

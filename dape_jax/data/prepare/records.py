@@ -67,8 +67,7 @@ def select_text(record: Any, config: PrepareConfig) -> str | LeftOut:
     text = lookup(record, config.text_field)
     if isinstance(text, str | bytes):  # parquet has bytes, perhaps not of UTF-8
         return text if isinstance(text, str) else text.decode(errors="surrogateescape")
-    found = _described(record, config.text_field)
-    return LeftOut("no text", f"{found}; --text_field of dape-prepare names another field")
+    return LeftOut("no text", f"{_described(record, config.text_field)}; --text_field of dape-prepare names another")
 
 
 def lookup(record: Any, field: str) -> Any:

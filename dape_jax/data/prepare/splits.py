@@ -128,13 +128,13 @@ def find_cut(inputs: Inputs) -> int | None:
 
 
 def _documents(inputs: Inputs, field: str) -> Iterator[Found]:
-    """Yield the documents of files. Warn if the first is text that may have several.
+    """Yield the documents of files. Warn if the first text, except a README, may have several.
 
     Raises:
         InputError: there are none. The message names `field`, and why the first records are left out.
     """
     config, files = inputs.config, inputs.files
-    reasons, details, num_documents = Counter[str](), dict[str, str](), 0
+    reasons, details, num_documents, examined = Counter[str](), dict[str, str](), 0, False
     limits = {"too short": f"min_length = {config.min_length}", "too long": f"max_length = {config.max_length}"}
     tables = {each.path for each in files if re.search(r"\.(json|csv|tsv)(\.(gz|bz2|xz|zst))?$", each.path.lower())}
     if any(each.path not in tables and os.path.basename(each.path) != "README.md" for each in files):
@@ -148,7 +148,8 @@ def _documents(inputs: Inputs, field: str) -> Iterator[Found]:
                 details.setdefault(detail, f"{path}: {found.number}: {detail}")
             continue
         num_documents += 1
-        if num_documents == 1 and found.is_text and isinstance(content, bytes):
+        if found.is_text and isinstance(content, bytes) and not examined and os.path.basename(path) != "README.md":
+            examined = True
             for token in END_TOKENS:  # usual between the documents of a text file
                 if (count := content.count(token.encode())) > 1:
                     flag = f"--document_separator='{token}' (in training, --config.data.document_separator)"
