@@ -40,10 +40,9 @@ __all__ += ["dape", "distances", "kerple", "key_convolution"]  # functions of ar
 __all__ += ["AlibiConfig", "FireConfig", "KerpleConfig", "KerplePowerConfig", "SandwichConfig", "T5Config"]
 __all__ += ["CopeConfig", "DapeConfig", "TransformerXLConfig"]  # frozen configs that build NNX modules
 __all__ += ["Llama3Rope", "NtkAware", "PositionInterpolation", "Rope", "Yarn"]
-__all__ += ["BIASES", "PROCESSORS"]  # names in config files -> configs
+__all__ += ["BIASES", "PROCESSORS", "InputError"]  # names in config files -> configs
 __all__ += ["Bias", "BiasConfig", "ContextualBias", "DistanceBias", "Processor", "ProcessorConfig"]  # to subclass
 __all__ += ["Cache", "Transformer", "TransformerConfig", "make_cache"]  # the paper's model
-__all__ += ["InputError"]
 
 
 def __getattr__(name: str) -> Any:
@@ -51,3 +50,8 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(importlib.import_module("dape_jax.library"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the names of the module and the stable ones, for completion and `help(dape_jax)`."""
+    return [*globals(), *__all__]

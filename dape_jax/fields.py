@@ -60,7 +60,7 @@ def sections() -> list[Section]:
 
 def _fields(config: Any, section: str, specs: dict[str, dict[str, Any]]) -> list[Field]:
     """Return the fields of a section, with the values of those recipes that have all of their fields in it."""
-    meanings, found = _meanings(type(config)), []
+    meanings, found = meanings_of(type(config)), []
     fields, kinds = {field.name: field for field in dataclasses.fields(config)}, typing.get_type_hints(type(config))
     values = {
         name: spec[section] for name, spec in specs.items() if section in spec and set(spec[section]) <= {*fields}
@@ -88,7 +88,7 @@ def _text(value: Any) -> str:
     return str(value["name"] if isinstance(value, dict) else value)
 
 
-def _meanings(cls: type) -> dict[str, str]:
+def meanings_of(cls: type) -> dict[str, str]:
     """Return the comments beside and above the fields of a dataclass."""
     found: dict[str, str] = {}
     for each in [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]:

@@ -3,12 +3,16 @@
 Pages are Markdown (MyST) that also reads well without Sphinx; `api.md` is made from docstrings.
 """
 
+import dataclasses
+import inspect
 import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+
+from dape_jax.fields import meanings_of  # noqa: E402
 
 project = "dape_jax"
 author = "the dape_jax authors"
@@ -73,7 +77,15 @@ def block_to_rst(block: list[str]) -> list[str]:
 
 
 def docstring_to_rst(app, what, name, obj, options, lines):
-    """Convert a docstring before napoleon reads it; its sections (Args, Raises ..) are left to napoleon."""
+    """Convert a docstring before napoleon reads it; its sections (Args, Raises ..) are left to napoleon.
+
+    A config's docstring gets that of its module, and the meanings of its fields.
+    """
+    if inspect.isclass(obj) and (module := getattr(obj, "module", None)):
+        lines += ["", *(inspect.getdoc(module) or "").splitlines()]
+    if inspect.isclass(obj) and dataclasses.is_dataclass(obj):
+        meanings = [f"    {name}: {meaning}" for name, meaning in meanings_of(obj).items() if meaning]
+        lines += ["", "Args:", *meanings] if meanings else []
     converted, block, in_section = [], [], False
     for line in [*lines, ""]:
         if SECTION.match(line):

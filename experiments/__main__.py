@@ -1,4 +1,11 @@
-"""Command line of the paper's experiments: list, show, run and report."""
+"""Run the paper's experiments, and judge its claims.
+
+python -m experiments list
+python -m experiments show fig2                                    # its claims, and the command of each run
+python -m experiments run fig2 --results=mine                      # train and evaluate; results/ has finished runs
+python -m experiments run table6 --results=mine --tasks=even_pairs
+python -m experiments report --results=mine                        # tables, figures and verdicts
+"""
 
 from pathlib import Path
 

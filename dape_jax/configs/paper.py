@@ -1,15 +1,11 @@
 r"""Language-model runs of the paper, selected by one argument.
 
-    python -m dape_jax.data.prepare --input='books3/*.jsonl.zst' --output=data/books3 \
-        --tokenizer=20B_tokenizer.json --lossy
+    dape-prepare --input='books3/*.jsonl.zst' --output=data/books3 --tokenizer=20B_tokenizer.json --lossy
     python train.py --config=configs/paper.py:125m,bias=kerple,processor=dape,kernel=3,train_length=512 \
         --config.data.path=data/books3 --workdir=runs/books3/dape1x3-kerple
     python eval.py --workdir=runs/books3/dape1x3-kerple
 
 Argument: a size, 25m|125m|350m|2.7b|6.7b, then a method (`configs/common.py`) and train_length=T.
-
-`python -m experiments list` lists the paper's figures and tables, `.. show fig2 --preset=paper` prints the
-command of each run of figure 2, and `.. run fig2 --preset=paper --data=DIR` executes these commands.
 
 Hardware (paper): eight GPUs. Settings are the paper's table 8 and its official configurations: Adam (0.9, 0.95, 1e-8),
 1 % warm-up, cosine to a tenth, weight decay 0.1, clip 1.0, batch 32 on each of eight devices, 50,000 steps. The paper's
@@ -26,7 +22,7 @@ and 6.7b are GPT-3's, because the paper does not give them.
 
 `25m` is not the paper's. The preset `25m` of `python -m experiments` trains it on one GPU in minutes.
 
-Several devices: `docs/distributed.md`; memory on TPU slices: `docs/planning.md`.
+Figures and tables: `docs/reproducing.md`; several devices: `docs/distributed.md`; memory: `docs/planning.md`.
 """
 
 from ml_collections import ConfigDict

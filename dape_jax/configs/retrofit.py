@@ -4,7 +4,7 @@ r"""Give a trained RoPE model length: replace RoPE by a distance bias with DAPE,
     python train.py --config=configs/retrofit.py:source=runs/pythia --config.data.path=data/books \
         --config.train.train_length=512 --workdir=runs/pythia-dape
     python eval.py --workdir=runs/pythia,runs/pythia-dape --lengths=512,2048,8192 --rotary=rope,yarn --data=data/books
-    python -m dape_jax.pretrained.export_command --workdir=runs/pythia-dape --output=exported
+    dape-export --workdir=runs/pythia-dape --output=exported
 
 Argument: source=WORKDIR[@STEP], a run, imported or trained; then
 

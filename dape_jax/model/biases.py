@@ -116,7 +116,7 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 
 
 class Alibi(DistanceBias):
-    """ALiBi, the linear bias -slope_h dist. It has no parameters.
+    """ALiBi, the linear bias -slope_h dist, with the slopes of `alibi_slopes`. It has no parameters.
 
     Source: Press et al. 2022, section 3.
     """
@@ -166,7 +166,7 @@ def kerple_power(distance: Distance, p_H: Float[Array, "H"], a_H: Float[Array, "
 
 
 class Kerple(DistanceBias):
-    """Kerple, logarithmic kernel: p ~ U(0, 2), a ~ U(0, 1), one pair for each head."""
+    """Kerple, -p_h log(1 + a_h dist), see `kerple`: p ~ U(0, 2), a ~ U(0, 1), one pair for each head."""
 
     def __init__(self, num_heads: int, head_dim: int, config: BiasConfig, rngs: nnx.Rngs):
         self.p_H = nnx.Param(jax.random.uniform(rngs.params(), (num_heads,), maxval=2.0))
@@ -178,7 +178,7 @@ class Kerple(DistanceBias):
 
 
 class KerplePower(Kerple):
-    """Kerple, power kernel."""
+    """Kerple's power kernel, -a_h dist^p_h, see `kerple_power`; initialised as `Kerple`."""
 
     def of_distance(self, distance: Distance) -> HeadBias:
         """See `kerple_power`."""

@@ -432,9 +432,12 @@ class Dape(nnx.Module, Processor):
 
 @dataclasses.dataclass(frozen=True)
 class DapeConfig(ProcessorConfig):
-    """Config of DAPE with kernels 1xW."""
+    """Config of DAPE with kernels 1xW.
 
-    kernel_width: int = 3  # W. 1 is DAPE V1; 3 is the paper's usual choice
+    `dape-train --help=model.processor` prints the meaning of each field, as `--help=model.bias` does of a bias's.
+    """
+
+    kernel_width: int = 3  # W; 1 is DAPE V1, 3 the paper's usual choice
     channels: int = 32  # C, the paper's D_DAPE
     # "centered": a column reads W//2 columns on either side, W odd (the paper's listing); or "causal": a column reads
     # itself and W - 1 columns to its left, any W (the paper's text), and both edges are the same.
@@ -489,9 +492,7 @@ class DapeConfig(ProcessorConfig):
     def pair_flops(self, num_heads: int, has_bias: bool) -> PairFlops:
         """Return the cost of both convolutions: W taps from H heads (2H with a bias) to C channels, and from C to H."""
         taps = 2 * self.kernel_width * num_heads * self.channels
-        return PairFlops(
-            of_scores=taps * ((self.inputs != "bias") + 1), of_bias=taps * (has_bias and self.inputs != "scores")
-        )
+        return PairFlops(taps * ((self.inputs != "bias") + 1), taps * (has_bias and self.inputs != "scores"))
 
 
 PROCESSORS = {"none": PlainConfig, "dape": DapeConfig}

@@ -259,7 +259,7 @@ def plan_run(run: RunConfig, hardware: Slice, mesh: MeshConfig | None = None, by
     if not by_formula and not hardware.is_attached and hardware.platform == "tpu":
         measure = functools.partial(in_process, compile_step, libtpu=find_libtpu())
     plans: list[Plan] = []
-    with Progress(meshes, unit="mesh", desc=hardware.name) as bar:
+    with Progress(meshes, unit="plan", desc=hardware.name) as bar:
         for each in bar:
             for remat in remats:
                 bar.set_postfix_str(f"{each.asked()} remat={remat}")

@@ -17,9 +17,7 @@ class PrepareConfig:
     input: tuple[str, ...] = flag(
         (), "Comma-separated files, directories, globs (quoted; ** descends) and URLs of these."
     )
-    validation: tuple[str, ...] = flag(
-        (), "The same for validation: all documents of these files are held out, and none of the others."
-    )
+    validation: tuple[str, ...] = flag((), "Files as in --input: only their documents are held out, and all of them.")
     output: str = flag("", "New directory for the corpus. Train on it with --config.data.path=OUTPUT.")
     tokenizer: str | None = flag(
         None,
@@ -39,11 +37,11 @@ class PrepareConfig:
         (), "field=value or field=value|value: keep only matching records. If repeated, all must match.", repeated=True
     )
     min_length: int = flag(1, "Minimum length of a document in bytes of UTF-8, or in ids for .bin files.")
-    max_length: int = flag(2**24, "Maximum length of a document, in the same units.")
+    max_length: int = flag(2**24, "Maximum length of a document, in the units of --min_length.")
     validation_fraction: float = flag(
         0.01, "Share of the documents for validation, by a hash of their content; of few, the end."
     )
-    workers: int = flag(os.cpu_count() or 1, "Number of threads that tokenize; by default, of the machine's CPUs.")
+    workers: int = flag(os.cpu_count() or 1, "Number of threads that tokenize; by default one per CPU.")
 
     def __post_init__(self):
         is_given = len(self.input) > 0 and all(self.input)
