@@ -31,12 +31,8 @@ pytestmark = pytest.mark.extra
 LENGTH = 77
 # Every kind of bias, with grouped heads and a window; and the maps that each has.
 CASES = {
-    "residual": {
-        "model__bias": {"name": "alibi"},
-        "model__processor": {"name": "dape", "kernel_width": 3, "channels": 4, "residual": False},
-        "model__num_kv_heads": 1,
-        "model__window": 9,
-    },
+    "residual": {"model__bias": {"name": "alibi"}, "model__num_kv_heads": 1, "model__window": 9}
+    | {"model__processor": {"name": "dape", "kernel_width": 3, "channels": 4, "residual": False}},
     "contextual": {"model__bias": {"name": "cope", "num_positions": 8}},
     "no bias": {"model__bias": {"name": "nope"}, "model__rotary": {"name": "rope"}},
 }

@@ -343,6 +343,9 @@ def test_seeds_are_one_method_with_an_interval_over_seeds_and_documents():
     _, (_, rows, figure) = protocols.table_of("lengths", runs, Options(labels=("kerple=Kerple",)))
     assert [row[0] for row in rows] == ["", "Kerple (3 seeds)", "dape1x3-kerple (3 seeds)"]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["Kerple", "dape1x3-kerple"]
+    for chosen, base in (([runs[0], *runs[3:]], "kerple-seed0"), (runs[:4], "kerple")):
+        name = protocols.table_of("lengths", chosen, Options(baseline=base))[1].rows[-1][0]
+        assert name.endswith(f" - {base} (1 seed), nats")
     assert len(compare("lengths", runs, Options(group_seeds=False))) == 6
     seeds = [run for run in runs if run["name"].startswith("kerple-seed")]
     with pytest.raises(InputError, match=r"--baseline = 'kerple-seed1': needs another method .* --group_seeds=no"):
@@ -443,13 +446,19 @@ def test_names_are_the_last_parts_of_workdirs_that_differ(trained_root, workdirs
         ("kerple/0 kerple/1 kerple/12", "kerple"),
         ("kerple/10+yarn kerple/11+yarn", "kerple+yarn"),
         ("x y", "x and 1 more"),
+        ("seed0 seed1", "a"),
         ("0/1 1/0 0/0", "0/1 and 2 more"),
     ],
 )
 def test_a_method_has_the_name_of_its_runs_without_their_seeds(names, expected):
-    runs = [{"name": name, "config": "a", "seed": seed} for seed, name in enumerate(names.split())]
+    runs = [{"name": name, "workdir": f"a/{name}", "config": 1, "seed": at} for at, name in enumerate(names.split())]
     (method,) = methods_of(runs, Options(labels=(f"{expected}=A",)))
     assert (method.name, method.label) == (expected, "A")
+
+
+def test_methods_of_one_name_are_told_apart_by_a_run():
+    runs = [{"name": f"try{number}", "config": number // 2, "seed": number} for number in range(4)]
+    assert [method.name for method in methods_of(runs, Options())] == ["try0 and 1 more", "try2 and 1 more"]
 
 
 def test_runs_are_one_method_if_their_configs_differ_only_in_seeds(trained_root):
@@ -873,6 +882,14 @@ def test_another_protocol_from_the_command_line(runs):
     assert done.returncode == 0, done.stderr
     assert str(runs[0].parent / "delta.png") in done.stdout
     assert {file.suffix for file in runs[0].parent.glob("delta.*")} == {".json", ".md", ".png"}
+
+
+def test_a_pattern_of_workdirs_matches_runs(tmp_path):
+    root = epath.Path(tmp_path)
+    for name in ("x2/checkpoints", "x1/checkpoints", "x[1]"):
+        (root / name).mkdir(parents=True)
+    for pattern, names in (("*", ["x1", "x2"]), ("c*", ["c*"]), ("x[1]", ["x[1]"])):
+        assert watching.matching(root / pattern) == [root / name for name in names]
 
 
 # ---- a run that is being trained

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,28 +33,18 @@ END = Bytes.end_of_document
 SHORT = 24
 LONGEST = 200  # widths are 64 (dense), 128 and 200 (blockwise; more than one chunk of positions)
 UNTIL = {"until": ["\n", "F"], "max_gen_toks": 40}
-# Tasks of the harness, by name: their files are JSON, which is YAML.
+
+
+def task_of(kind: str, text: str, target: str, metric: str, aggregation: str = "mean", **more: Any) -> dict[str, Any]:
+    """Return the content of a task's file, which is JSON and therefore YAML."""
+    metrics = [{"metric": metric, "aggregation": aggregation, "higher_is_better": metric != "bits_per_byte"}]
+    return {"output_type": kind, "doc_to_text": text, "doc_to_target": target, "metric_list": metrics} | more
+
+
 TASKS = {
-    "words_choice": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{context}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "answer",
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    },
-    "words_rolling": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}],
-    },
-    "words_until": {
-        "output_type": "generate_until",
-        "doc_to_text": "{{context}} ",
-        "doc_to_target": "{{answers}}",
-        "generation_kwargs": UNTIL,
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    },
+    "words_choice": task_of("multiple_choice", "{{context}}", "answer", "acc", doc_to_choice="{{choices}}"),
+    "words_rolling": task_of("loglikelihood_rolling", "", "{{text}}", "bits_per_byte", "bits_per_byte"),
+    "words_until": task_of("generate_until", "{{context}} ", "{{answers}}", "exact_match", generation_kwargs=UNTIL),
 }
 
 
@@ -274,10 +265,8 @@ def test_tasks_of_three_kinds_give_the_figures_of_the_harness_on_pytorch(model, 
     from lm_eval.tasks import TaskManager  # reads thousands of files of the harness
 
     manager = TaskManager(include_path=tasks, include_defaults=False)
-    evaluated, expected = (
-        lm_eval.simple_evaluate(each, tasks=list(TASKS), task_manager=manager, log_samples=False)
-        for each in (model, hf)
-    )
+    options = {"tasks": list(TASKS), "task_manager": manager, "log_samples": False}
+    evaluated, expected = (lm_eval.simple_evaluate(each, **options) for each in (model, hf))
     for task, metric in (("choice", "acc"), ("rolling", "bits_per_byte"), ("until", "exact_match")):
         found, other = (each["results"][f"words_{task}"][f"{metric},none"] for each in (evaluated, expected))
         assert found == pytest.approx(other, rel=1e-5)

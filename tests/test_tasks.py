@@ -27,10 +27,8 @@ LEVELS = {"regular": "regular", "dcf": "context-free", "cs": "context-sensitive"
 FIVE = {"modular_arithmetic", "cycle_navigation", "modular_arithmetic_brackets", "solve_equation", "bucket_sort"}
 # Inputs as strings with one character per symbol: the task's symbols, or -1, 0, +1 as 0, 1, 2, and - for POP, a and b
 # for PUSH 0 and PUSH 1.
-CHARACTERS = {name: "".join(task.input_symbols) for name, task in TASKS.items()} | {
-    "cycle_navigation": "012",
-    "stack_manipulation": "01-ab",
-}
+CHARACTERS = {name: "".join(task.input_symbols) for name, task in TASKS.items()}
+CHARACTERS |= {"cycle_navigation": "012", "stack_manipulation": "01-ab"}
 LENGTHS = st.one_of(st.integers(1, 12), st.integers(1, 500))
 SEEDS = st.integers(0, 2**32)
 

@@ -12,7 +12,9 @@ In a clone, `python eval.py` is the same program.
 """
 
 import dataclasses
+import glob
 import logging
+import os
 import time
 from collections.abc import Callable
 
@@ -33,7 +35,7 @@ WATCH_SECONDS = 10  # between looks for new checkpoints
 class Flags:
     """Flags other than the options of the evaluations."""
 
-    workdir: tuple[str, ...] = flag((), "Run directories to compare.")
+    workdir: tuple[str, ...] = flag((), "Run directories to compare, or patterns of these: runs/*.")
     plot: str | None = flag(
         None, "JSON of an evaluation, such as lengths.json: show it again with --baseline, --labels and --format."
     )
@@ -42,9 +44,7 @@ class Flags:
         "Mesh of the devices, as axis=size,axis=size: context=8 shares every sequence among eight devices. If unset, "
         "sequences are spread over all devices.",
     )
-    output: str | None = flag(
-        None, "Directory of the results; the workdir, or the path common to all workdirs, if unset."
-    )
+    output: str | None = flag(None, "Directory of results; if unset the workdir, or the path common to all workdirs.")
     watch: bool = flag(
         False,
         "Evaluate the checkpoints of one run as they are saved, until that of the last step; results of step N are in "
@@ -77,7 +77,7 @@ def main(given: Flags) -> None:
     from dape_jax.sharding import read_mesh
 
     require_single_process()
-    workdirs = [to_path(workdir, "--workdir") for workdir in given.workdir]
+    workdirs = [workdir for each in given.workdir for workdir in matching(to_path(each, "--workdir"))]
     mesh = None if given.mesh is None else read_mesh("--mesh", given.mesh)
     output = to_path(given.output, "--output") if given.output else None
     options = command_line.from_flags(Options)
@@ -88,16 +88,18 @@ def main(given: Flags) -> None:
         print(f"\nresults: {paths.directory}\nfigure: {paths.figure}", flush=True)
 
     if given.watch:
-        allowed = "must be one directory with --watch"
-        require(len(workdirs) == 1, "--workdir", list(given.workdir), allowed)
+        require(len(workdirs) == 1, "--workdir", list(given.workdir), "must be one directory with --watch")
         require(options.step == "newest", "--step", options.step, "must not be given with --watch")
-        watch(
-            workdirs[0],
-            output or workdirs[0] / "watched",
-            lambda step, to: run(dataclasses.replace(options, step=step), to),
-        )
+        (workdir,) = workdirs
+        watch(workdir, output or workdir / "watched", lambda step, to: run(dataclasses.replace(options, step=step), to))
     else:
         run(options, output)
+
+
+def matching(path: epath.Path) -> list[epath.Path]:
+    """Return the run directories that match a pattern, which a shell leaves in --workdir=runs/*; else the path."""
+    found = [] if os.path.exists(path) else map(epath.Path, sorted(glob.glob(os.fspath(path))))
+    return [each for each in found if (each / "checkpoints").is_dir()] or [path]
 
 
 def watch(workdir: epath.Path, output: epath.Path, run: Callable[[str, epath.Path], None]) -> None:

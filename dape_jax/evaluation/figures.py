@@ -26,12 +26,12 @@ def perplexity_table(results: Results) -> Table:
     """Return perplexity by length: a row for each model, a column for each length, as in the paper."""
     last_tokens, lengths = results[0]["last_tokens"], results[0]["lengths"]
     fewer = ", ".join(f"{each['num_tokens']:,} at {each['length']}" for each in lengths if each["length"] < last_tokens)
-    scored = f"of the last {last_tokens} tokens by sequence length"
+    scored, how = f"the last {last_tokens} tokens", " by sequence length"
     if "stride" in results[0]:
-        bos = results[0]["bos"] or "no token"
-        scored = f"of all tokens, in windows that advance by {results[0]['stride']} ({bos} before a document)"
+        scored, bos = "whole documents", results[0]["bos"] or "no token"
+        how = f", in windows that advance by {results[0]['stride']} ({bos} before a document)"
     caption = (
-        f"Perplexity {scored}, trained at {_train_lengths(results)} tokens. "
+        f"Perplexity of {scored}{how}, trained at {_train_lengths(results)} tokens. "
         f"{_sample(lengths[-1])}, {lengths[-1]['num_tokens']:,} scored tokens{fewer and f' ({fewer})'}; "
         f"95 % bootstrap intervals over {_units(lengths[-1])}."
     )
@@ -43,9 +43,9 @@ def perplexity_table(results: Results) -> Table:
             rows.append([f"{run['name']}, bits per byte", *(f"{each['bits_per_byte']:.4f}" for each in run["lengths"])])
         if "differences" in run:
             cells = (with_interval(each, "nats", "+.3f") for each in run["differences"])
-            rows.append([f"{run['name']} - {run['baseline']}, nats", *cells])
-    ylabel = "perplexity of all tokens" if "stride" in results[0] else f"perplexity of the last {last_tokens} tokens"
-    figure, panels = _plot(results, "lengths", "perplexity", ylabel, "nats", "loss minus that of\n{} (nats)")
+            rows.append([f"{_difference(run, results)}, nats", *cells])
+    labels = f"perplexity of {scored}", "nats", "loss minus that of\n{} (nats)"
+    figure, panels = _plot(results, "lengths", "perplexity", *labels)
     perplexities = only_drawn(each["perplexity"] for run in results for each in run["lengths"])
     if perplexities and max(perplexities) > LOG_FROM * min(perplexities):
         log_axis(panels[0])
@@ -65,7 +65,7 @@ def delta_table(results: Results) -> Table:
     )
     caption += _of_methods(results, "P = exp(mean loss)", "ΔP minus that of {} on the same windows")
     compared = [run for run in results if "differences" in run]
-    rows = [["", *map(_in_table, results), *(f"{run['name']} - {run['baseline']}" for run in compared)]]
+    rows = [["", *map(_in_table, results), *(_difference(run, results) for run in compared)]]
     for at, deltas in enumerate(zip(*(run["deltas"] for run in results), strict=True)):
         length, unused = deltas[0]["length"], [""] * len(compared)
         differences = (with_interval(run["differences"][at], "delta", "+.2f") for run in compared)
@@ -105,7 +105,7 @@ def positions_table(results: Results) -> Table:
             panels[0].plot(broken["last"], broken["smoothed_nats"], "x", color=color, markersize=11, markeredgewidth=3)
         if "differences" in run:
             cells = (with_interval(each, "nats", "+.3f") for each in run["differences"] if "mean" in each)
-            rows.append([f"{run['name']} - {run['baseline']}", *cells, ""])
+            rows.append([_difference(run, results), *cells, ""])
     for panel in panels:
         mark_train_lengths(panel, [run["train_length"] for run in results])
     return Table(caption, rows, figure)
@@ -121,6 +121,13 @@ def _of_methods(results: Results, mean: str, difference: str) -> str:
 def _in_table(run: dict[str, Any]) -> str:
     """Return the name of a method in a table, with the number of its seeds if there are several."""
     return run["name"] + f" ({len(run['runs'])} seeds)" * (len(run["runs"]) > 1)
+
+
+def _difference(run: dict[str, Any], results: Results) -> str:
+    """Return the name of a difference in a table, with the number of pairs of seeds if a method has more seeds."""
+    pairs, names = run["differences"][0]["seeds"], (run["name"], run["baseline"])
+    has_more = any(len(each["runs"]) > pairs for each in results if each["name"] in names)
+    return " - ".join(names) + f" ({pairs} seed{'s' * (pairs > 1)})" * has_more
 
 
 def _baseline(results: Results) -> str:
@@ -201,7 +208,7 @@ def accuracy_table(results: Results) -> Table:
         if "differences" in run:
             differences = {each["mean"]: with_interval(each, "accuracy", "+.2f", 100.0) for each in run["differences"]}
             cells = [*(run[name] for name in task), *(differences.get(mean, "-") for mean in ("trained", "score"))]
-            rows.append([f"{run['name']} - {run['baseline']}", *cells, *[""] * len(shown)])
+            rows.append([_difference(run, results), *cells, *[""] * len(shown)])
     beyond = [length for length in lengths if length > train_length]
     span = f", {beyond[0]} to {beyond[-1]}" if beyond else ""
     dropout, num_sequences = ", dropout on" if results[0]["dropout"] else "", results[0]["lengths"][0]["num_sequences"]

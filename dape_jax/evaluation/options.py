@@ -46,8 +46,9 @@ class Options:
     )
     stride: int | None = flag(
         None,
-        "Score all tokens of every document once, in windows of the only length that advance by this number of tokens, "
-        "as in Hugging Face's guide. With --bos, documents begin with the token.",
+        "Score each token of every document but its first once, in windows of the only length that advance by this "
+        "number of tokens, as in Hugging Face's guide. Windows without overlap do not score their first tokens. With "
+        "--bos, documents begin with the token.",
     )
     bos: bool = flag(
         True,
@@ -59,9 +60,7 @@ class Options:
         "tokens; or positions, the loss by position in windows of the longest length.",
     )
     # Of runs on tasks.
-    num_sequences: int | None = flag(
-        None, "For runs on tasks: sequences of each length; that of the run's config if unset."
-    )
+    num_sequences: int | None = flag(None, "For runs on tasks: sequences of each length; as in its config if unset.")
     dropout: bool | None = flag(None, "For runs on tasks: whether dropout stays on; as in the run's config if unset.")
 
     def __post_init__(self):

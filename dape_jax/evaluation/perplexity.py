@@ -102,7 +102,7 @@ def evaluate(
 
 
 def protocol_of(options: Options, lengths: Sequence[int]) -> Protocol:
-    """Return the protocol that the options ask for; with --stride, all tokens of windows of the only length count.
+    """Return the protocol that the options ask for; with --stride, windows of the only length.
 
     Raises:
         InputError: it is unknown, or options contradict it or the lengths.
@@ -274,7 +274,8 @@ def choose_windows(store: TokenStore, longest: int, max_windows: int, first: int
 def strided_windows(store: TokenStore, length: int, stride: int, first: int | None) -> list[Window]:
     """Return windows of at most `length` tokens that score each token of every document once, but its first.
 
-    With `first`, documents begin with this token. With a length of 4 and a stride of 2, the document a b c d e f g has:
+    With `first`, documents begin with this token. If `stride` is `length`, no window scores its first token, as in the
+    guide. With a length of 4 and a stride of 2, the document a b c d e f g has:
 
         window 0   a b c d            scored   b c d
         window 1       c d e f        scored         e f

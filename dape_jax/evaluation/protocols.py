@@ -24,27 +24,12 @@ import numpy as np
 from etils import epath
 
 from dape_jax.errors import printable, require
-from dape_jax.evaluation import report
+from dape_jax.evaluation import report, statistics
 from dape_jax.evaluation.config import EvaluationConfig
 from dape_jax.evaluation.figures import accuracy_table, delta_table, perplexity_table, positions_table
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.report import ReportPaths, Results, Table
-from dape_jax.evaluation.statistics import (
-    Documents,
-    Interval,
-    NllByLength,
-    Scores,
-    Statistic,
-    difference_of,
-    gains,
-    gains_of,
-    lengths_of,
-    levels,
-    over_seeds,
-    positions_of,
-    scores_by_length,
-    scores_by_position,
-)
+from dape_jax.evaluation.statistics import Documents, Interval, NllByLength, Scores, Statistic, over_seeds
 from dape_jax.storage import read_errors
 
 Run = dict[str, Any]
@@ -81,14 +66,16 @@ def methods_of(runs: Results, options: Options) -> list[Method]:
         grouped.setdefault(key, []).append(run)
     labels = dict(label.split("=", 1) for label in options.labels)
     names = dict.fromkeys(sorted({run["name"] for run in runs}))
-    methods = []
-    for of_method in grouped.values():
-        name = _common_name([run["name"] for run in of_method])
+    methods, commons = [], [(_common_name(runs), (ABSENT | runs[0])["task"]) for runs in grouped.values()]
+    for of_method, (common, task) in zip(grouped.values(), commons, strict=True):
+        first, *others = of_method
+        is_clear = not others or (common and commons.count((common, task)) == 1)
+        name = common if is_clear else f"{first['name']} and {len(others)} more"
         known = {name}.union(*map(_names_of, of_method))
         names[name] = None
         # Escaped where it is not UTF-8, as the files and figures are.
         label = printable(next((labels[each] for each in labels if each in known), name))
-        methods.append(Method(name, known, label, (ABSENT | of_method[0])["task"], of_method))
+        methods.append(Method(name, known, label, task, of_method))
     for field, given in (("labels", list(labels)), ("baseline", [options.baseline] if options.baseline else [])):
         for each in given:
             is_known = any(each in method.names for method in methods)
@@ -107,16 +94,20 @@ def _names_of(run: Run) -> set[str]:
     return {run["name"], *([run["workdir"], f"{run['workdir']}/"] if has_directory else [])}
 
 
-def _common_name(names: list[str]) -> str:
-    """Return the name of the runs without their seeds: kerple of kerple-seed0 and kerple-seed1, or of kerple/0 .. 9."""
-    first, *others = names
-    suffix, common = "".join(re.findall(r"\+(?:pi|ntk|yarn)$", first)), list[str]()  # of a rotary variant
+def _common_name(runs: list[Run]) -> str:
+    """Return the name of the runs without their seeds: kerple of kerple-seed0 and kerple-seed1, or of kerple/0 .. 9.
+
+    Where all of a name is a seed, it is that of the directory above, if they share it, or else "".
+    """
+    names = [run["name"] for run in runs]
+    suffix, common = "".join(re.findall(r"\+(?:pi|ntk|yarn)$", names[0])), list[str]()  # of a rotary variant
     for parts in map(set, zip(*(name.removesuffix(suffix).split("/") for name in names), strict=False)):
         if len(parts) > 1:  # common is what precedes the number of the seed
             parts = {re.sub(r"[-_. ]*(seed[-_. ]*)?\d+$", "", part) for part in parts}
         common += parts if len(parts) == 1 else []
-    name = "/".join(filter(None, common)) or f"{first} and {len(others)} more"
-    return name + suffix if others else first
+    above = {epath.Path((ABSENT | run)["workdir"] or "").parent.name for run in runs}
+    name = above.pop() if common == [""] and len(above) == 1 else "/".join(filter(None, common))
+    return name and name + suffix if len(runs) > 1 else names[0]
 
 
 def _pairs(runs: list[Run], others: list[Run]) -> tuple[list[Run], list[Run]]:
@@ -142,10 +133,7 @@ def saved_scores(runs: Sequence[Run]) -> Scores:
     require(has_windows, "positions", [run["name"] for run in runs], allowed)
     nats = np.array([[each["window_nats"] for each in of_run] for of_run in of_runs]).swapaxes(1, 2)
     first, num_windows = of_runs[0], nats.shape[1]
-    tokens = [
-        each["window_tokens"] if "window_tokens" in each else [each["num_tokens"] // num_windows] * num_windows
-        for each in first
-    ]
+    tokens = [each.get("window_tokens", [each["num_tokens"] // num_windows] * num_windows) for each in first]
     places = [each["last"] if "last" in each else each["length"] for each in first]
     num_bytes = [each["num_bytes"] for each in first if "num_bytes" in each] or None
     return Scores(np.array(runs[0]["documents"]), places, nats, np.array(tokens).T, num_bytes)
@@ -163,13 +151,13 @@ def loss_by_length(places: list[int], train_length: int) -> Difference:
 
 def gain_by_length(places: list[int], train_length: int) -> Difference:
     """Compare the gain from context at every length after the first."""
-    return "delta", gains, [{"length": length} for length in places[1:]]
+    return "delta", statistics.gains, [{"length": length} for length in places[1:]]
 
 
 def loss_by_position(places: list[int], train_length: int) -> Difference:
     """Compare the smoothed loss at every bin, around the train length and in the last octave."""
     means = [{"mean": "reference_nats"}, {"mean": "last_octave_nats"}]
-    return "nats", levels(places, train_length), [*({"last": end} for end in places), *means]
+    return "nats", statistics.levels(places, train_length), [*({"last": end} for end in places), *means]
 
 
 def loss_differences(
@@ -178,7 +166,7 @@ def loss_differences(
     """Return the differences of paired runs with their intervals."""
     ours, theirs = saved_scores(runs), saved_scores(others)
     field, statistic, at = difference(ours.places, runs[0]["train_length"])
-    found = over_seeds(ours.documents, (ours.nats, theirs.nats), ours.tokens, difference_of(statistic))
+    found = over_seeds(ours.documents, (ours.nats, theirs.nats), ours.tokens, statistics.difference_of(statistic))
     return [place | _named(field, each) for place, each in zip(at, found, strict=True)]
 
 
@@ -254,10 +242,19 @@ class Protocol(NamedTuple):
 
 
 PROTOCOLS = {
-    "perplexity": Protocol("lengths", None, scores_by_length, lengths_of, loss_by_length, perplexity_table),
-    "delta": Protocol("delta", from_train_length, scores_by_length, gains_of, gain_by_length, delta_table),
+    "perplexity": Protocol(
+        "lengths", None, statistics.scores_by_length, statistics.lengths_of, loss_by_length, perplexity_table
+    ),
+    "delta": Protocol(
+        "delta", from_train_length, statistics.scores_by_length, statistics.gains_of, gain_by_length, delta_table
+    ),
     "positions": Protocol(
-        "positions", longest_window, scores_by_position, positions_of, loss_by_position, positions_table
+        "positions",
+        longest_window,
+        statistics.scores_by_position,
+        statistics.positions_of,
+        loss_by_position,
+        positions_table,
     ),
 }
 

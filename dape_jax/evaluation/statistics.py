@@ -133,7 +133,7 @@ def levels(places: Sequence[int], train_length: int) -> Statistic:
 
     A single bin is noisy, because it is one place of every window. The curve is therefore smoothed: its value at a bin
     is the mean over all targets of the bins that end within `SMOOTHED_OCTAVES` on either side. The reference is the
-    loss around the train length, the mean over positions from T_train / 2 to T_train.
+    loss around the train length, the mean over the bins from T_train / 2 to T_train, without those across these ends.
     """
     ends = np.array(places)
     starts, octaves, length = np.append(0, ends[:-1]), np.log2(ends), ends[-1]

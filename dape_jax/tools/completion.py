@@ -55,9 +55,8 @@ class Sampling:
     top_p: float | None = None  # total probability that the smallest set of most probable tokens reaches, or None
 
     def __post_init__(self):
-        require(
-            0 <= self.temperature < math.inf, "temperature", self.temperature, "must be 0 (greedy) or a positive number"
-        )
+        allowed = "must be 0 (greedy) or a positive number"
+        require(0 <= self.temperature < math.inf, "temperature", self.temperature, allowed)
         require(self.top_k is None or self.top_k > 0, "top_k", self.top_k, "must be positive, or None for all")
         allowed = "must be above 0 and at most 1, or None for all"
         require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, allowed)

@@ -288,9 +288,8 @@ class DapeLM(TemplateLM):
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation of a context, and whether it is greedy."""
-        require(
-            all(each.args[-1] for each in requests), "continuation", "", "must not be empty; see the task's choices"
-        )
+        allowed = "must not be empty; see the task's choices"
+        require(all(each.args[-1] for each in requests), "continuation", "", allowed)
         return super().loglikelihood(requests, disable_tqdm)
 
     def _loglikelihood_tokens(
