@@ -1,12 +1,13 @@
 """Config files: recipes of the package or a user's own, `PATH[:ARGUMENT]`, and the flags that set their fields."""
 
 import ast
-import inspect
+import contextlib
 import os
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,19 +45,29 @@ def read_module(file: Path) -> ModuleType:
     """Import a config file by its path.
 
     Raises:
-        InputError: the file is missing, or is no config file.
+        InputError: the file is missing, is no config file, or raises an error.
     """
     is_python, allowed = file.is_file() and file.suffix == ".py", "must be a Python file with a function get_config"
     require(is_python, "config file", str(file), allowed)
     module = sys.modules[str(file)] = ModuleType(str(file))  # where `dataclasses` looks for a class's module
     module.__file__ = str(file)
-    try:
-        code = compile(file.read_bytes(), file, "exec")
-    except SyntaxError as error:
-        raise InputError(f"config file = {str(file)!r}: {error}") from error
-    exec(code, vars(module))
+    with _one_line_errors(file):
+        exec(compile(file.read_bytes(), file, "exec"), vars(module))
     require(hasattr(module, "get_config"), "config file", str(file), allowed)
     return module
+
+
+@contextlib.contextmanager
+def _one_line_errors(file: Path) -> Iterator[None]:
+    """Raise `InputError` with the line of a config file in which the block raises any other error."""
+    try:
+        yield
+    except (InputError, OSError, RuntimeError, AssertionError):  # the latter are JAX's, if it has no device
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        line = "".join([f", line {each.lineno}" for each in frames if each.filename == str(file)][-1:])
+        raise InputError(f"config file = {str(file)!r}{line}: {type(error).__name__}: {error}") from error
 
 
 def read_config(name: str, arguments: Sequence[str] = (), imports: Sequence[str] = ()) -> dict[str, Any]:
@@ -75,14 +86,11 @@ def read_config(name: str, arguments: Sequence[str] = (), imports: Sequence[str]
         names = [f"configs/{each.name}" for each in sorted(RECIPES.glob("*.py")) if each.name != "common.py"]
         require(file.as_posix() in names, "config file", path, f"does not exist; the recipes are {', '.join(names)}")
         file = RECIPES / file.name
-    get_config = read_module(file).get_config
-    try:
-        inspect.signature(get_config).bind(*argument)
-    except TypeError as error:
-        raise InputError(f"config file = {str(file)!r}, argument {''.join(argument)!r}: get_config: {error}") from error
-    config = get_config(*argument)
-    allowed = "must have a get_config that returns a ConfigDict"
-    require(isinstance(config, ConfigDict), "config file", str(file), allowed)
+    get_config, allowed = read_module(file).get_config, "must have a get_config that returns a ConfigDict"
+    with _one_line_errors(file):
+        found = get_config(*argument)
+    require(isinstance(found, ConfigDict | dict), "config file", str(file), allowed)
+    config: Any = ConfigDict(found)  # it may be frozen
     if imports:
         recorded = config.model.imports if "imports" in config.model else ()
         config.model.imports = tuple(dict.fromkeys((*recorded, *imports)))
@@ -99,20 +107,20 @@ def read_config(name: str, arguments: Sequence[str] = (), imports: Sequence[str]
 
 def _set(config: Any, argument: str) -> None:
     """Set a field by a flag `--config.SECTION.FIELD=VALUE`, whose value has the type of the field, or is None."""
-    from flax.traverse_util import flatten_dict  # after the flags are parsed: it imports JAX
+    from flax.traverse_util import flatten_dict, unflatten_dict  # after the flags are parsed: it imports JAX
 
-    from dape_jax.config import choose, read_text
+    from dape_jax.config import choose, field_type, read_text
 
     name, equals, text = argument.lstrip("-").partition("=")
     path = name.removeprefix("config.").removesuffix(".name")  # the name of a choice; no other field ends so
     section, _, field = path.rpartition(".")
-    known = list(flatten_dict(spec := config.to_dict(), sep="."))
+    known, kind = list(flatten_dict(spec := config.to_dict(), sep=".")), field_type(spec, path)
     if path == "model.attention" and equals:  # it does not change results, so that it belongs to no recipe's method
         config.model.attention = ConfigDict(choose("attention", text))
     elif any(each.startswith(f"{path}.") for each in known):
         advice = "is a section; set its fields, or choose it by name in the config file's argument"
         raise InputError(f"{argument}: {advice}")
-    elif path not in known:
+    elif path not in known and kind is None:
         known.sort(key=lambda each: each.startswith(section))  # of equal names, that of the section is last
         paths = {each.rpartition(".")[2]: each for each in known}
         nearest, advice = most_similar(field, paths), "--help lists the sections, --help=SECTION the fields of one"
@@ -122,5 +130,5 @@ def _set(config: Any, argument: str) -> None:
     elif not equals:
         raise InputError(f"{argument}: must be {argument}=VALUE")
     else:
-        with config.ignore_type():  # `read_run` refuses values of another type
-            config.update_from_flattened_dict({path: read_text(spec, path, text)})
+        with config.ignore_type(), config.unlocked():  # `read_run` refuses values of another type
+            config.update(unflatten_dict({path: read_text(kind, text)}, sep="."))

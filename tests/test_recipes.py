@@ -124,19 +124,23 @@ def test_a_field_that_refers_to_another_follows_its_flag(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from dape_jax.configs import quickstart\n"
         "def get_config():\n"
-        "    config = quickstart.get_config()\n"
+        "    config = quickstart.get_config('rotary=yarn')\n"
         "    config.train.eval_interval = config.train.get_ref('num_steps') // 4\n"
         "    return config\n"
     )
-    spec = read_config(f"{tmp_path}/mine.py", ["--config.train.num_steps=80"])
+    spec = read_config(f"{tmp_path}/mine.py", ["--config.train.num_steps=80", "--config.train.train_length=96"])
     assert (spec["train"]["num_steps"], spec["train"]["eval_interval"]) == (80, 20)
+    assert spec["model"]["rotary"]["train_length"] == 96
+    spec = read_config(f"{tmp_path}/mine.py", ["--config.model.rotary.train_length=32"])
+    assert (spec["train"]["train_length"], spec["model"]["rotary"]["train_length"]) == (64, 32)
 
 
 OWN_FILES = {
     "def get_config():\n    pass\n": (r"own\.py': .* returns a ConfigDict", ""),
-    "def get_config(:\n": (r"own\.py': invalid syntax \(own\.py, line 1\)", ""),
-    "def get_config(size):\n    pass\n": (r"argument '': get_config: missing a required argument: 'size'", ""),
-    "def get_config(): return\n": (r"argument 'xs': get_config: too many positional arguments", ":xs"),
+    "def get_config(:\n": (r"own\.py': SyntaxError: invalid syntax \(own\.py, line 1\)", ""),
+    "def get_config():\n    return [][0]\n": (r"own\.py', line 2: IndexError: list index out of range", ""),
+    "def get_config(size):\n    pass\n": (r"own\.py': TypeError: get_config\(\) missing 1 required .* 'size'", ""),
+    "def get_config(): return\n": (r"own\.py': TypeError: get_config\(\) takes 0 positional", ":xs"),
 }
 
 
@@ -152,6 +156,14 @@ def test_a_config_file_of_ones_own_may_have_dataclasses(tmp_path):
     head = "from __future__ import annotations\nfrom dape_jax.configs.quickstart import get_config\n"
     (tmp_path / "own.py").write_text(f"{head}import dataclasses\n@dataclasses.dataclass\nclass Size:\n    width: int\n")
     assert read_config(f"{tmp_path}/own.py") == read_config("configs/quickstart.py")
+
+
+@pytest.mark.parametrize("line", ["c.optimizer = dict(learning_rate=1)", "c = FrozenConfigDict(c)", "c = c.to_dict()"])
+def test_flags_set_fields_of_any_config_file(line: str, tmp_path):
+    head = "from ml_collections import FrozenConfigDict\nfrom dape_jax.configs import quickstart\n"
+    lines = f"def get_config():\n    c = quickstart.get_config()\n    {line}\n    return c\n"
+    (tmp_path / "own.py").write_text(head + lines)
+    assert read_config(f"{tmp_path}/own.py", ["--config.optimizer.beta1=0"])["optimizer"]["beta1"] == 0.0
 
 
 @pytest.mark.parametrize("name", ["small.py:xs", "paper.py:125m"])

@@ -36,7 +36,7 @@ def make(
     `seed` is that of model and data.
     """
     of_data, of_evaluation = (TaskConfig, AccuracyConfig) if "task" in data else (DataConfig, EvaluationConfig)
-    config = dict(
+    fields = dict(
         # The vocabulary is the corpus's, padded as the mesh needs it.
         model=_defaults(TransformerConfig) | dict(vocab_size=None, vocab_multiple=None) | model,
         data=_defaults(of_data) | dict(seed=seed) | data,
@@ -46,7 +46,10 @@ def make(
         init=_defaults(InitConfig),  # random parameters, all trained
         evaluation=_defaults(of_evaluation) | evaluation,
     )
-    return ConfigDict(config)
+    config: Any = ConfigDict(fields)
+    if config.model.get("rotary", {}).get("train_length") == train.get("train_length", 0):  # YaRN's, follows a flag
+        config.model.rotary.train_length = config.train.get_oneway_ref("train_length")
+    return config
 
 
 def _defaults(config: type) -> Fields:

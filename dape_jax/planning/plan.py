@@ -341,16 +341,17 @@ def to_markdown(run: RunConfig, plans: list[Plan], utilisation: float, given: Se
     ]
     for plan in plans:
         cells = [plan.run.mesh.asked(), plan.run.model.remat, "yes" if plan.fits else f"no: {plan.reason}"]
-        cells.append(f"{plan.peak_bytes / GIB:.2f}" if plan.fits and plan.peak_bytes else "")
+        cells.append(f"{plan.peak_bytes / GIB:.3g}" if plan.fits and plan.peak_bytes else "")
         lines.append(f"| {' | '.join(cells)} |" + (" **best**" if plan is chosen else ""))
     largest = largest_batch(plans)
     batch = "no batch fits" if largest is None else f"{largest:,} x {train.train_length:,} tokens, estimated"
     if chosen is None:
-        advice = "a larger one needs --config.train.accumulation_steps"
-        return "\n".join([*lines, "", "No mesh that was tried fits.", f"largest batch  {batch}; {advice}"]) + "\n"
+        batch += "" if largest is None else "; a larger one needs --config.train.accumulation_steps"
+        return "\n".join([*lines, "", "No mesh that was tried fits.", f"largest batch  {batch}"]) + "\n"
     assert chosen.held_bytes
     how = "by formula" if chosen.compile_seconds is None else "compiled"
-    parts = ", ".join(f"{size / GIB:.2f} {name}" for name, size in chosen.held_bytes.items() if size >= GIB / 100)
+    held, total = chosen.held_bytes, sum(chosen.held_bytes.values())
+    parts = ", ".join(f"{size / GIB:.3g} {name}" for name, size in held.items() if 100 * size >= total)
     cost = chosen.costs(utilisation)
     steps = f"{train.num_steps:,} steps of {train.batch_size:,} x {train.train_length:,} tokens"
     time_text = f"unknown, like the peak of {hardware.chip.name}; train some steps, and read tokens/s in the log"

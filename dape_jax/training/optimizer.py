@@ -78,11 +78,8 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
 def restarted(opt_state: optax.OptState) -> optax.OptState:
     """Return an optimizer state with the same moments, whose schedule starts from the beginning."""
-
-    def restart(node: Any) -> Any:
-        return node._replace(count=jnp.zeros_like(node.count)) if isinstance(node, optax.ScaleByScheduleState) else node
-
-    return jax.tree.map(restart, opt_state, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState))
+    of_schedule = optax.ScaleByScheduleState.__name__
+    return optax.tree.set(opt_state, lambda path, _: path[-1].tuple_name == of_schedule, count=jnp.int32(0))
 
 
 def is_decayed(path: tuple[Any, ...]) -> bool:
