@@ -164,8 +164,7 @@ def config(source: str | Path, to: str | Path, **changes) -> PrepareConfig:
 
 
 def texts(made: Corpus) -> list[str]:
-    stores = (made.train, made.validation)
-    return [store.tokenizer.decode(store.document(i)).decode() for store in stores for i in range(store.num_documents)]
+    return [store.tokenizer.decode(store.document(i)).decode() for store in made for i in range(store.num_documents)]
 
 
 def rejected(output: Path) -> list[dict]:
@@ -525,11 +524,13 @@ def test_what_a_data_set_has_beside_its_training_records_is_named(tmp_path: Path
     (data := tmp_path / "in/data").mkdir(parents=True)
     test, train = data / "Test-1-fedcba9876543210.jsonl", data / "train-0-0123456789abcdef.jsonl"
     readme, _, _ = write(tmp_path / "in/README.md", b"a data set"), write(test, *LINES), write(train, *LINES)
+    packed = write(Path(f"{train}.bz2"), bz2.compress(train.read_bytes()))
     advice = "give the files to train on, and others as --validation (in training, data.validation_path)"
-    named = f"train, test and the like in names as {test} do not choose the split: {advice}"
-    mixed = f"texts, such as {readme}, and records, as in {test}, are in one corpus"
+    named, twice = (f"{path} and {packed} are both used, whatever their names: {advice}" for path in (test, train))
+    mixed = f"the corpus has texts, as in {readme} and records, as in {test}"
     folders = f"directories that match '{tmp_path}/in/*' left out: {tmp_path}/in/data; '**' descends into them"
-    for path, said in (("", [named, mixed]), ("", [named, mixed]), ("/*", [folders]), ("/data/train*", [])):
+    parts = [("", [named, mixed])] * 2 + [("/*", [folders]), ("/data/train*l", []), ("/data/train*", [twice])]
+    for path, said in parts:
         caplog.clear()
         prepare(config(f"{tmp_path}/in{path}", tmp_path / f"out{len(path)}"))
         assert caplog.messages == said

@@ -11,7 +11,6 @@ In: input files (`inputs`), options and a tokenizer. Out: WORK/corpus, a directo
 An interrupted build resumes at the last saved progress: the files are truncated to the saved sizes.
 """
 
-import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -19,7 +18,7 @@ import functools
 import json
 import os
 import shutil
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -53,7 +52,7 @@ class Record:
     rejected: Counter[str] = dataclasses.field(default_factory=Counter)  # by reason
     num_lossy: int = 0  # documents that their ids do not decode to
     cut: int | None = None  # length of the documents before the end that is held out; None: whole documents are
-    first: dict[str, str] = dataclasses.field(default_factory=dict)  # a file of texts and one of records, if there are
+    first: dict[str, str] = dataclasses.field(default_factory=dict)  # a file for each kind of documents
 
 
 def to_record(saved: dict[str, Any]) -> Record:
@@ -171,7 +170,8 @@ def _write_documents(work: Path, inputs: Inputs, tokenizer: Tokenizer, cut: int 
                 record.num_tokens[found.split] += len(ids) + 1
                 record.num_text_bytes += len(found.content) if isinstance(found.content, bytes) else 0
                 record.num_lossy += is_lossy
-                record.first.setdefault("text" if found.is_text else "records", files[found.file].path)
+                kind = "texts" if found.is_text else "records" if isinstance(found.content, bytes) else "ids"
+                record.first.setdefault(kind, files[found.file].path)
                 continue
             (record.skipped if ids.reason in SKIPPED else record.rejected)[ids.reason] += 1
             if ids.reason != "filtered":
@@ -188,7 +188,7 @@ def _map_in_order(function: Callable[[Any], Any], items: Iterable[Any], num_thre
     if num_threads == 1:
         yield from map(function, items)
         return
-    pending: collections.deque[concurrent.futures.Future[Any]] = collections.deque()
+    pending: deque[concurrent.futures.Future[Any]] = deque()
     with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
         for item in items:
             pending.append(pool.submit(function, item))

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 RECIPE_FILE = "recipe.json"
 TRAIN_BPE_BYTES = 2**30  # bytes of text on which a BPE is trained
 QUANTILES = {"smallest": 0.0, "5 %": 0.05, "25 %": 0.25, "median": 0.5, "75 %": 0.75, "95 %": 0.95, "largest": 1.0}
-_PART = r"(?<![a-z])(train|test|valid|validation|val|dev|eval)(?![a-z])"  # of a data set, in names
+_PART = r"(?<![a-z])(train|test|valid|validation|val|dev|eval)(?![a-z])|\.(gz|bz|xz|zst)$"  # of names without digits
 _SAMPLES, _SHOWN_CHARS = 3, 200  # documents of each store whose beginning is shown, and its length
 
 
@@ -90,7 +90,8 @@ def prepare(config: PrepareConfig, is_cache: bool = False) -> Prepared:
         percent = 100 * config.validation_fraction
         logger.info("held out: about the last %.3g %%: there are too few documents to choose whole ones", percent)
     if len(record.first) > 1:
-        logger.warning("texts, such as %(text)s, and records, as in %(records)s, are in one corpus", record.first)
+        kinds = (f"{kind}, as in {path}" for kind, path in record.first.items())
+        logger.warning("the corpus has %s", " and ".join(kinds))
     if config.separator and record.num_documents.total() - (record.cut is not None) <= len(inputs.files):
         logger.warning("document_separator = %r: separates nothing in the input", config.document_separator)
     if counts := record.skipped + record.rejected:
@@ -139,9 +140,10 @@ def find_inputs(config: PrepareConfig, excluded: Collection[Path]) -> Inputs:
         require(bool(files), "input", ",".join(config.input), "must have files that are not in validation")
     names = {re.sub(r"\d+|-[0-9a-f]{16}", "", file.path.lower()): file.path for file in files}
     parts = {re.sub(_PART, "", name): path for name, path in names.items()}
-    if config.validation_fraction < 1 and (alike := sorted({*names.values()} - {*parts.values()})):
+    pairs = ((path, parts[re.sub(_PART, "", name)]) for name, path in names.items())
+    if pair := next((pair for pair in pairs if pair[0] != pair[1]), None):
         advice = "give the files to train on, and others as --validation (in training, data.validation_path)"
-        logger.warning("train, test and the like in names as %s do not choose the split: %s", alike[0], advice)
+        logger.warning("%s and %s are both used, whatever their names: %s", *pair, advice)
     options = ("text_field", "min_length", "max_length", "validation_fraction")
     recipe: dict[str, Any] = {"format_version": FORMAT_VERSION, "where": config.conditions}
     recipe |= {option: getattr(config, option) for option in options}
@@ -221,9 +223,8 @@ def show(directory: Path) -> None:
 
 
 def _show_store(store: TokenStore) -> None:
-    size = f"{store.tokens.nbytes / 1e6:,.1f} MB on disk"
-    documents = f"{store.num_documents:,} document{'s' * (store.num_documents > 1)}"
-    print(f"\n{store.sidecar.split}: {documents}, {store.num_tokens:,} tokens, {size}")
+    count, size = store.num_documents, f"{store.tokens.nbytes / 1e6:,.1f} MB on disk"
+    print(f"\n{store.sidecar.split}: {count:,} document{'s' * (count > 1)}, {store.num_tokens:,} tokens, {size}")
     lengths = np.diff(store.offsets) - 1
     at = np.quantile(lengths, list(QUANTILES.values()), method="inverted_cdf")
     quantiles = ", ".join(f"{name} {value:,}" for name, value in zip(QUANTILES, at.tolist(), strict=True))

@@ -12,7 +12,6 @@ The first of these rules that applies divides a corpus:
 
 import hashlib
 import logging
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -137,7 +136,7 @@ def _documents(inputs: Inputs, field: str) -> Iterator[Found]:
     reasons, details, num_documents, examined = Counter[str](), dict[str, str](), 0, False
     limits = {"too short": f"min_length = {config.min_length}", "too long": f"max_length = {config.max_length}"}
     tables = {each.path for each in files if re.search(r"\.(json|csv|tsv)(\.(gz|bz2|xz|zst))?$", each.path.lower())}
-    if any(each.path not in tables and os.path.basename(each.path) != "README.md" for each in files):
+    if any(each.path not in tables and "/readme." not in each.path.lower() for each in files):
         tables.clear()  # beside texts, they are probably meant as text
     for found in divided(inputs):
         path, content = files[found.file].path, found.content
@@ -148,7 +147,7 @@ def _documents(inputs: Inputs, field: str) -> Iterator[Found]:
                 details.setdefault(detail, f"{path}: {found.number}: {detail}")
             continue
         num_documents += 1
-        if found.is_text and isinstance(content, bytes) and not examined and os.path.basename(path) != "README.md":
+        if found.is_text and isinstance(content, bytes) and not examined and "/readme." not in path.lower():
             examined = True
             for token in END_TOKENS:  # usual between the documents of a text file
                 if (count := content.count(token.encode())) > 1:
