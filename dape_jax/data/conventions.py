@@ -5,6 +5,7 @@ and export, which writes them back.
 """
 
 import dataclasses
+import functools
 import logging
 import re
 from pathlib import Path
@@ -64,13 +65,18 @@ class Conventions:
         empty = tokenizers.Tokenizer(tokenizers.models.BPE())  # only its special tokens are rendered
         renderer = transformers.PreTrainedTokenizerFast(tokenizer_object=empty, **tokens)
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        rendered = functools.partial(renderer.apply_chat_template, chat_template=self.chat_template, **options)
         try:
-            return str(renderer.apply_chat_template(messages, chat_template=self.chat_template, **options))
+            if "any text" in str(rendered([each | {"content": "any text"} for each in messages])):
+                return str(rendered(messages))
+            # Templates of multimodal models render the parts of a message, and nothing of a text.
+            parts = [each | {"content": [{"type": "text", "text": each["content"]}]} for each in messages]
+            return str(rendered(parts))
         except Exception as error:  # of jinja2, or of an operation in the template
             raise InputError(f"chat_template: {' '.join(str(error).split())}") from error
 
 
-def _content(file: Path) -> dict[str, Any]:
+def _content(file: Path | epath.Path) -> dict[str, Any]:
     return read_json(file) if file.exists() else {}
 
 
@@ -91,8 +97,7 @@ def conventions_of(directory: Path, config: dict[str, Any], tokenizer: Tokenizer
     tokens = {name: token for name, token in named.items() if tokenizer.id_of(token) is not None}
     found = [tokenizer.id_of(tokens["eos_token"])] if "eos_token" in tokens else []
     generation = _content(directory / "generation_config.json")
-    for source in (config, generation):
-        ids = source.get("eos_token_id")
+    for ids in (config.get("eos_token_id"), generation.get("eos_token_id")):
         found += ids if isinstance(ids, list) else [ids]
     ends = {end for end in found if type(end) is int}
     names = {name: tokens.pop(name, None) for name in ("bos_token", "eos_token")}
@@ -121,11 +126,8 @@ def conventions_of(directory: Path, config: dict[str, Any], tokenizer: Tokenizer
 
 def saved_conventions(workdir: epath.PathLike) -> Conventions:
     """Return the conventions of a run; the defaults if it has none."""
-    file = epath.Path(workdir) / CONVENTIONS_FILE
-    if not file.exists():
-        return Conventions()
-    fields = read_json(file)
-    fields["end_tokens"] = tuple(fields["end_tokens"])
+    fields = _content(epath.Path(workdir) / CONVENTIONS_FILE)
+    fields |= {"end_tokens": tuple(fields.get("end_tokens", ()))}
     return Conventions(**fields)
 
 

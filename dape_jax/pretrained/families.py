@@ -45,8 +45,8 @@ HARMLESS = re.compile(
 DEFAULTS = {"is_causal": True, "scale_attn_weights": True, "partial_rotary_factor": 1, "activation": "swiglu"}
 DEFAULTS |= {"full_attn_mod": 1, "interpolate_factor": 1, "rotary_scaling_factor": 1}  # of Phi-4-mini and StableLM
 DEFAULTS |= {"factor": 1}  # of a rotary embedding that is not scaled
-# Buffers that older versions of transformers saved with the parameters.
-BUFFERS = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.masked_bias")
+# Buffers that older versions of transformers, or ColossalAI, saved with the parameters.
+BUFFERS = (".rotary_emb.inv_freq", ".cos_cached", ".sin_cached", ".attention.bias", ".attn.bias", ".masked_bias")
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_python": "gelu",

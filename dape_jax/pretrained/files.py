@@ -158,20 +158,18 @@ def open_source(directory: Path) -> Source:
 
 
 def _read_index(directory: Path) -> dict[str, TensorInfo]:
-    """Return the tensors of all shards, after checking that each is in the file named by the index."""
+    """Return all tensors of the shards; which of them the index lists does not matter, as in transformers."""
     where = directory / INDEX_FILE
     weight_map = read_json(where).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{where}: weight_map: must be a JSON object that is not empty")
-    files: dict[str, dict[str, TensorInfo]] = {}
     for name, file in weight_map.items():
         is_name = isinstance(file, str) and file.endswith(".safetensors") and Path(file).name == file
-        field, shown = f"{where}: {short(name)}", short(file) if isinstance(file, str) else file
-        require(is_name, field, shown, "must be the name of a .safetensors file in this directory")
-        if file not in files:
-            files[file] = _read_header(directory / file)
-        require(name in files[file], field, shown, "has no such tensor")
-    return {name: files[file][name] for name, file in weight_map.items()}
+        shown = short(file) if isinstance(file, str) else file
+        allowed = "must be the name of a .safetensors file in this directory"
+        require(is_name, f"{where}: {short(name)}", shown, allowed)
+    headers = [_read_header(directory / file) for file in dict.fromkeys(weight_map.values())]
+    return {name: info for header in headers for name, info in header.items()}
 
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:
