@@ -68,7 +68,7 @@ def run(
         except SystemExit:  # absl has printed the help, and exits with 1
             sys.exit(0)
         if excess := remaining[1 + len(positional) :]:
-            accepted = " ".join([*positional, "flags of the form --name=value"])
+            accepted = " ".join([*positional, "flags of the form --name=value, with commas between values"])
             raise InputError(f"command line = {excess[0]!r}: must be {accepted}")
         absl_logging.set_verbosity(absl_logging.WARNING)
         absl_logging.get_absl_handler().setFormatter(_PlainFormatter("%(asctime)s %(message)s", "%H:%M:%S"))

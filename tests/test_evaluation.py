@@ -348,6 +348,8 @@ def test_seeds_are_one_method_with_an_interval_over_seeds_and_documents():
         assert name.endswith(f" - {base} (1 seed), nats")
     assert len(compare("lengths", runs, Options(group_seeds=False))) == 6
     seeds = [run for run in runs if run["name"].startswith("kerple-seed")]
+    with pytest.raises(InputError, match=r"--labels = \['A', 'B'\]: must be one for .* kerple; --group_seeds=no"):
+        methods_of(seeds, Options(labels=("kerple-seed1=A", "kerple-seed0=B")))
     with pytest.raises(InputError, match=r"--baseline = 'kerple-seed1': needs another method .* --group_seeds=no"):
         compare("lengths", seeds, Options(baseline="kerple-seed1"))
 
@@ -419,6 +421,8 @@ def test_accuracies_of_seeds_are_averaged_and_compared():
         assert [each[end] for end in ("accuracy", "low", "high")] == pytest.approx([0.65, 0.65 - width, 1], abs=1e-5)
     assert rows[2][:3] == ["dape (2 seeds)", "65.00", "-"]
     assert rows[3][:3] == ["dape - kerple", *["+10.00 [+10.00, +10.00]"] * 2]
+    figure = figures.plot_accuracies([ours | {"task": task} for task in "abcd"])  # the last panels are removed
+    assert all(panel.xaxis.get_tick_params()["labelbottom"] for panel in figure.axes)
 
 
 @pytest.mark.parametrize(
@@ -864,10 +868,8 @@ def test_a_length_that_does_not_fit_is_refused_before_weights_are_read(runs, tmp
     monkeypatch.setattr(programs, "available_bytes", lambda mesh: 2**16)
     with pytest.raises(InputError, match=r"evaluation.lengths = 64: dape needs .* 8 sequences"):
         evaluate(runs[1:], lengths=(16, 64), max_windows=8, output=tmp_path)
-    for message, kind in (
-        ("RESOURCE_EXHAUSTED: CompileTimeHbmOom", InputError),
-        ("INTERNAL: a bug", jax.errors.JaxRuntimeError),
-    ):
+    errors = {"RESOURCE_EXHAUSTED: CompileTimeHbmOom": InputError, "INTERNAL: a bug": jax.errors.JaxRuntimeError}
+    for message, kind in errors.items():
         error = jax.errors.JaxRuntimeError(message)
         monkeypatch.setattr(jax.stages.Lowered, "compile", unittest.mock.Mock(side_effect=error))
         with pytest.raises(kind):

@@ -38,10 +38,6 @@ def files() -> list[Path]:
     return [file for folder in FOLDERS for file in sorted(folder.glob("*.json")) if file.stem not in NOT_TASKS]
 
 
-def name(file: Path) -> str:
-    return f"{file.parents[1].name}-{file.stem}"
-
-
 def draw(task: str, num: int, length: int, seed: int = 0) -> np.ndarray:
     return TASKS[task].sample(np.random.default_rng(seed), num, length)
 
@@ -57,7 +53,7 @@ def test_golden_che_has_every_task():
     assert {file.stem for file in files()} == TASKS.keys() == CHARACTERS.keys() == ANSWERS.keys()
 
 
-@pytest.mark.parametrize("file", files(), ids=name)
+@pytest.mark.parametrize("file", files(), ids=lambda file: f"{file.parents[1].name}-{file.stem}")
 def test_golden_che_examples(file):
     golden = json.loads(file.read_text())
     task = TASKS[golden["task"]]

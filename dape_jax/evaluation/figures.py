@@ -236,6 +236,7 @@ def plot_accuracies(results: Results) -> Figure:
             _curve(axes, lengths, run["lengths"], "accuracy", run["name"], style | small)
         axes.axhline(runs[0]["random_accuracy"], linestyle=":", color="gray", label="chance")
         axes.set(title=task.replace("_", " "), ylim=(-0.03, 1.05), xlabel="input length N (symbols)")
+        axes.tick_params(labelbottom=True)  # also above the place of a removed panel
         mark_train_lengths(axes, [runs[0]["train_length"]])
         axes.grid(alpha=0.3)
     for axes in panels.ravel()[len(tasks) :]:

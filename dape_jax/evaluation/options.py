@@ -51,8 +51,7 @@ class Options:
         "--bos, documents begin with the token.",
     )
     bos: bool = flag(
-        True,
-        "Replace the first token of each sequence by the token that an imported model's tokenizer puts before a text.",
+        True, "Replace the first token of a sequence by that which an imported model's tokenizer puts before a text."
     )
     protocol: str = flag(
         "perplexity",

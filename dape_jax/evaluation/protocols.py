@@ -73,9 +73,11 @@ def methods_of(runs: Results, options: Options) -> list[Method]:
         name = common if is_clear else f"{first['name']} and {len(others)} more"
         known = {name}.union(*map(_names_of, of_method))
         names[name] = None
+        (label, *more) = dict.fromkeys(labels[each] for each in labels if each in known) or [name]
+        advice = f"must be one for all runs of {name}; --group_seeds=no makes a method of each run"
+        require(not more, "--labels", [label, *more], advice)
         # Escaped where it is not UTF-8, as the files and figures are.
-        label = printable(next((labels[each] for each in labels if each in known), name))
-        methods.append(Method(name, known, label, task, of_method))
+        methods.append(Method(name, known, printable(label), task, of_method))
     for field, given in (("labels", list(labels)), ("baseline", [options.baseline] if options.baseline else [])):
         for each in given:
             is_known = any(each in method.names for method in methods)

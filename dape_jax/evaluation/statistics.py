@@ -7,6 +7,7 @@ NaN, or on a difference of two infinities, is NaN. Next: `protocols.py`.
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -159,10 +160,7 @@ def levels(places: Sequence[int], train_length: int) -> Statistic:
 
 def perplexity_of(loss_nats: float) -> float:
     """Return exp(loss_nats), infinite where that is too large for a float."""
-    try:
-        return math.exp(loss_nats)
-    except OverflowError:
-        return math.inf
+    return math.inf if loss_nats > math.log(sys.float_info.max) else math.exp(loss_nats)
 
 
 def lengths_of(scores: Scores, train_length: int) -> dict[str, Any]:
