@@ -466,7 +466,7 @@ BLOCKWISE = {"cpu": Blockwise(32, 4), "gpu": Blockwise(128, 4), "tpu": Blockwise
 
 @dataclasses.dataclass(frozen=True)
 class Auto(Implementation):
-    """Implementation chosen by platform and length for each call; logged when first chosen.
+    """Implementation chosen by platform and length for each call; logged at level INFO when first chosen.
 
     dense      if all rows are one block; on a GPU with a kernel, up to 128 rows
     fused      on a TPU or GPU, if a kernel supports this bias and processor
