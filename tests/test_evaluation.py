@@ -786,13 +786,17 @@ def test_bad_workdirs_are_named(runs, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_models_of_another_train_length_have_no_common_delta(runs, tmp_path, monkeypatch):
+def test_models_differ_in_no_field_that_counts(runs, tmp_path, monkeypatch):
     def read(workdir: Path, *arguments: Any) -> TrainedModel:
-        model = read_trained(workdir, *arguments)
-        train = dataclasses.replace(model.run.train, train_length=16 if workdir == runs[0] else 8)
-        return dataclasses.replace(model, run=dataclasses.replace(model.run, train=train))
+        model, changed = read_trained(workdir, *arguments), 16 if workdir == runs[0] else 8
+        train = dataclasses.replace(model.run.train, train_length=changed)
+        evaluation = dataclasses.replace(model.run.evaluation, max_windows=changed)
+        return dataclasses.replace(model, run=dataclasses.replace(model.run, train=train, evaluation=evaluation))
 
     monkeypatch.setattr(trained, "read_trained", read)
+    evaluate(runs, lengths=(16,), stride=16, output=tmp_path)
+    with pytest.raises(InputError, match=r"evaluation.max_windows = .*: must be the same for all; give --max_windows"):
+        evaluate(runs, output=tmp_path)
     with pytest.raises(InputError, match=r"train.train_length = \{'none': 16, 'dape': 8\}: must be the same for all"):
         evaluate(runs, protocol="delta", output=tmp_path)
 

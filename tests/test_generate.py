@@ -141,9 +141,8 @@ def test_a_draw_depends_only_on_seed_index_and_position(model):
 
 def test_a_mesh_changes_no_token(model):
     """With eight devices and three prompts, the batch is padded and split, and the caches stay split."""
-    config, params = model
     mesh = make_mesh(MeshConfig(data=2, fsdp=4, context=1, tensor=1))
-    params = place(params, mesh)
+    config, params = model[0], place(model[1], mesh)
     prompts, sampling = [prompt_of(length) for length in (4, CHUNK + 3, 6)], Sampling(1.0, 5, 0.9)
     expected = tokens_of(model, prompts, 6, sampling)
     np.testing.assert_array_equal(tokens_of((config, params), prompts, 6, sampling, mesh), expected)

@@ -72,8 +72,8 @@ def evaluate(
     models = read_models(RunConfig, workdirs, options, mesh, "lengths", "last_tokens", "max_windows")
     protocol = protocol_of(options, models[0].run.evaluation.lengths)
     models = rotary_variants([scored_as(protocol, model) for model in models], options.rotary)
-    fields = "evaluation.lengths", "evaluation.last_tokens", "evaluation.max_windows"
-    require_same(models, *(["train.train_length"] if options.protocol == "delta" else []), *fields)
+    fields = ["train.train_length"] * (options.protocol == "delta") + ["evaluation.lengths", "evaluation.last_tokens"]
+    require_same(models, *fields, *["evaluation.max_windows"] * (options.stride is None))  # --stride takes all windows
     methods_of([model.identity for model in models], options)  # refuses wrong names
 
     store, digests = common_text(models, options.data, options.split, options.verify)
@@ -185,7 +185,7 @@ def common_text(
         stores = corpora[-1].train | corpora[-1].validation
         (tokenizer,) = {store.sidecar.tokenizer for store in stores.values()}
         texts[model.name] = f"{', '.join(stores)} as {tokenizer}"
-    allowed = "must be the same text and tokenizer for all; --data=TEXT scores all runs of one tokenizer on one text"
+    allowed = "must be one text (--data=TEXT) and tokenizer; bits_per_byte compares different ones, evaluated alone"
     scored = [[store.sidecar.digest for store in each.stores(split)] for each in corpora]
     require(scored.count(scored[0]) == len(models), "data", texts, allowed)
     stores = corpora[0].stores(split)
