@@ -299,17 +299,18 @@ def test_bad_input_is_refused_before_any_device_work(trained_root, tmp_path, mon
 
 def test_a_small_validation_set_gives_the_same_loss_at_any_batch_size(trained_root):
     losses = []
-    for batch_size, num_devices in ((8, 8), (64, 8), (64, 1)):
-        changes = {"data__validation_fraction": 0.06, "train__train_length": 64}
+    for batch_size, num_devices, num_parts in ((8, 8, 1), (64, 8, 1), (64, 1, 1), (8, 1, 4)):
+        changes = {"data__validation_fraction": 0.06, "train__train_length": 64, "train__accumulation_steps": num_parts}
         run = RunConfig.from_dict(tiny.spec(trained_root, **changes, train__batch_size=batch_size))
         mesh = make_mesh(run.mesh, jax.devices()[:num_devices])
         source = open_source(run, mesh)
         (batches,) = source.validation.values()
         assert sum(len(batch["inputs"]) for batch in batches) < batch_size + num_devices
+        assert max(len(batch["inputs"]) for batch in batches) <= batch_size // num_parts
         with jax.set_mesh(mesh):
             params = init_state(Training.of(run, mesh)).params
             losses.append(loop.make_validation(run, source.validation, mesh)(params)["loss_nats"])
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-6)
     corpus = load_corpus(dataclasses.replace(run.data, validation_fraction=0.0)).train.directory.parent
     with pytest.raises(InputError, match=rf"data\.validation_path = '{corpus}': has no documents for validation"):
         open_source(RunConfig.from_dict(tiny.spec(trained_root, data__validation_path=str(corpus))), mesh)
