@@ -316,9 +316,8 @@ def test_matmuls_and_convolution_agree(monkeypatch, seed, platform):
     plain = functools.partial(plain_convolution, pads=(left, right))
     expected = value_and_grads(plain, *(y.astype(dtype).astype(jnp.float32) for y in (x, kernel)))
     assert min(np.abs(y).max() for y in expected) > 0.1
-    found = value_and_grads(
-        lambda x, kernel: key_convolution(x, kernel, left, right), x.astype(dtype), kernel.astype(dtype)
-    )
+    rounded = x.astype(dtype), kernel.astype(dtype)
+    found = value_and_grads(lambda x, kernel: key_convolution(x, kernel, left, right), *rounded)
     assert [y.dtype for y in found] == [jnp.float32, dtype, dtype]
     found = tuple(y.astype(jnp.float32) for y in found)
     chex.assert_trees_all_close(found, expected, atol=1e-5 if dtype == "float32" else 0.1, rtol=1e-5)

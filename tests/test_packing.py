@@ -44,9 +44,8 @@ def test_losses_of_packed_documents_are_those_of_the_documents_alone(tmp_path):
             unpacked = np.zeros((2, 8, 64), np.int32)
             for row, document in enumerate(rows[first : first + 8]):
                 unpacked[:, row, : len(document[0])] = document
-            nll = np.asarray(
-                nll_step(state.params, put_batch(dict(zip(("inputs", "targets"), unpacked, strict=True)), mesh))
-            )
+            inputs, targets = unpacked
+            nll = np.asarray(nll_step(state.params, put_batch({"inputs": inputs, "targets": targets}, mesh)))
             total += sum(nll[row, : len(document[0])].sum() for row, document in enumerate(rows[first : first + 8]))
         return total / sum(len(document[0]) for document in rows)
 
