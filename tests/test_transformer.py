@@ -300,7 +300,7 @@ def test_extending_a_cache_is_the_whole_forward():
     config, x = make_config(attention=BLOCKWISE, window=5), tokens(2, 19)
     graphdef, params = random_model(config)
     extend = jax.jit(lambda params, *args: nnx.merge(graphdef, params).extend(*args))
-    cache, pos, features = make_cache(config, 2, 24), np.arange(19, dtype=np.int32), []
+    cache, pos, features = make_cache(config, 2, 24), np.arange(19, dtype=np.int8), []
     for start, stop in ((0, 9), (9, 10), (10, 19)):
         some, cache = extend(params, x[:, start:stop], pos[start:stop], cache)
         features.append(some)

@@ -33,6 +33,7 @@ from dape_jax.model.scores import (
     Mask,
     Positions,
     Scores,
+    as_positions,
     causal_runs,
     masked_exp,
     products,
@@ -136,14 +137,8 @@ def attend(
     score_mod = ScoreMod(bias, Plain() if processor is None else processor, scale, cap)
     q_pos, k_pos = check_arguments(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, score_mod)
     given = q_pos is not None or k_pos is not None
-    starts_BS = None
-    if segment_ids is not None:
-        # JAX would drop the upper 32 bits of ids with 64, and then some segments could not be told apart.
-        segments = segment_ids if isinstance(segment_ids, jax.Array) else np.asarray(segment_ids)
-        require(not given, "q_pos_T, k_pos_S", "given", "must be None with segment_ids")
-        shape, expected = segments.shape, k_BSGK.shape[:2]
-        require(shape == expected, "segment_ids.shape", shape, f"must be [B, S] = {expected}")
-        starts_BS = segment_starts(segments)
+    require(segment_ids is None or not given, "q_pos_T, k_pos_S", "given", "must be None with segment_ids")
+    starts_BS = None if segment_ids is None else segment_starts(segment_ids, k_BSGK.shape[:2])
     positions = _positions(q_BTHK.shape[1], k_BSGK.shape[1], q_pos, k_pos, starts_BS)
     mask = Mask(causal, window, row_stride=None if given else 1)
     args = q_BTHK, k_BSGK, v_BSGK, positions, score_mod
@@ -191,14 +186,8 @@ def _arrays(score_mod: ScoreMod) -> tuple[list[Array], Callable[[Sequence[Array]
 
 def _positions(num_rows: int, num_keys: int, q_pos: Any, k_pos: Any, starts_BS: Array | None = None) -> Positions:
     """Return the positions of a call of `attend`; see there."""
-
-    def signed(pos: Any) -> Array:
-        """Return positions whose differences do not wrap around."""
-        pos = jnp.asarray(pos)
-        return pos.astype(np.int32) if jnp.issubdtype(pos.dtype, jnp.unsignedinteger) else pos
-
-    k_pos_S = jnp.arange(num_keys) if k_pos is None else signed(k_pos)
-    q_pos_T = k_pos_S[num_keys - num_rows :] if q_pos is None else signed(q_pos)
+    k_pos_S = jnp.arange(num_keys) if k_pos is None else jnp.asarray(k_pos)
+    q_pos_T = k_pos_S[num_keys - num_rows :] if q_pos is None else jnp.asarray(q_pos)
     return Positions(q_pos_T, k_pos_S, None if starts_BS is None else starts_BS[:, num_keys - num_rows :], starts_BS)
 
 
@@ -207,7 +196,8 @@ def check_arguments(
 ) -> tuple[Any, Any]:
     """Return the positions as arrays, or raise `InputError` if modules, dtypes, shapes or positions are wrong."""
     check_modules(score_mod)
-    q_pos_T, k_pos_S = (x if x is None or isinstance(x, jax.Array) else np.asarray(x) for x in (q_pos_T, k_pos_S))
+    k_pos_S = as_positions("k_pos_S", k_pos_S, score_mod.processor.key_halo)
+    q_pos_T = as_positions("q_pos_T", q_pos_T)
     for name, x, layout, pos_name, pos in (
         ("q_BTHK", q_BTHK, "B, T, H, K", "q_pos_T", q_pos_T),
         ("k_BSGK", k_BSGK, "B, S, G, K", "k_pos_S", k_pos_S),
@@ -219,18 +209,8 @@ def check_arguments(
         allowed = f"must be [{layout}], rows before heads, all above 0"
         require(x.ndim == 4 and 0 not in x.shape, f"{name}.shape", x.shape, allowed)
         if pos is not None:
-            rows = layout[3]
-            require(pos.ndim == 1, pos_name, pos.shape or pos, f"must be [{rows}], the same for the batch")
-            is_integer = jnp.issubdtype(pos.dtype, jnp.integer)
-            require(is_integer, f"{pos_name}.dtype", pos.dtype.name, "must be integers: positions, not a mask")
-            allowed = f"must be [{layout}], rows before heads, with {rows} = {len(pos)}, the length of {pos_name}"
+            allowed = f"must be [{layout}], rows before heads, with {layout[3]} = {len(pos)}, the length of {pos_name}"
             require(x.shape[1] == len(pos), f"{name}.shape", x.shape, allowed)
-    if k_pos_S is not None and not isinstance(k_pos_S, Tracer):
-        pos = np.asarray(k_pos_S).astype(np.int64)
-        pos = pos[pos >= 0] if score_mod.processor.key_halo == (0, 0) else pos
-        falls = np.flatnonzero((pos[1:] >= 0) & ((pos[:-1] < 0) | (np.diff(pos) <= 0)))[:1].tolist()
-        allowed = "must increase, padding last; for packed documents or padding on the left give segment_ids instead"
-        require(not falls, "k_pos_S", [pos[each : each + 2].tolist() for each in falls], allowed)
     (batch, num_rows, heads, head_dim), groups = q_BTHK.shape, k_BSGK.shape[2]
     allowed = f"must have B = {batch} and K = {head_dim}, like q_BTHK"
     require((k_BSGK.shape[0], k_BSGK.shape[3]) == (batch, head_dim), "k_BSGK.shape", k_BSGK.shape, allowed)

@@ -5,7 +5,7 @@ In: `q_BTHK`, `k_BSGK` and their positions. Out: `scores_BHTS`, `mask_TS`, `prob
 
 import dataclasses
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,11 +90,34 @@ class Mask:
         return mask_TS[None, None] & (q_start_BT[:, None, :, None] == k_start_BS[:, None, None, :])
 
 
-def segment_starts(segment_ids_BS: Int[Array | np.ndarray, "B S"]) -> Int[Array, "B S"]:
-    """Return the column at which each token's segment starts: a segment is a run of equal ids."""
-    columns_S = jnp.arange(segment_ids_BS.shape[1])
+def as_positions(name: str, pos: Any, halo: tuple[int, int] | None = None) -> Any:
+    """Return positions as an array of signed integers, whose differences do not wrap around, or None.
+
+    Those of keys, for which the processor's `key_halo` is given, must increase, padding last; where `jit` traces them,
+    this is not checked. With the halo (0, 0), padding may be anywhere.
+    """
+    if pos is None:
+        return None
+    pos = pos if isinstance(pos, jax.Array) else np.asarray(pos)
+    require(pos.ndim == 1, name, pos.shape or pos, f"must be [{name[-1]}], the same for the batch")
+    is_integer = jnp.issubdtype(pos.dtype, jnp.integer)
+    require(is_integer, f"{name}.dtype", pos.dtype.name, "must be integers: positions, not a mask")
+    if halo is not None and not isinstance(pos, jax.core.Tracer):
+        keys = np.asarray(pos).astype(np.int64)
+        keys = keys[keys >= 0] if halo == (0, 0) else keys
+        falls = np.flatnonzero((keys[1:] >= 0) & ((keys[:-1] < 0) | (np.diff(keys) <= 0)))[:1].tolist()
+        allowed = "must increase, padding last; for packed documents or padding on the left give segment_ids instead"
+        require(not falls, name, [keys[each : each + 2].tolist() for each in falls], allowed)
+    return pos.astype(np.int32) if jnp.issubdtype(pos.dtype, jnp.unsignedinteger) else pos
+
+
+def segment_starts(segment_ids: Any, shape: tuple[int, ...]) -> Int[Array, "B S"]:
+    """Return the column at which each token's segment starts: a segment is a run of equal ids. Check their shape."""
+    # JAX would drop the upper 32 bits of ids with 64, and then some segments could not be told apart.
+    segment_ids_BS = segment_ids if isinstance(segment_ids, jax.Array) else np.asarray(segment_ids)
+    require(segment_ids_BS.shape == shape, "segment_ids.shape", segment_ids_BS.shape, f"must be [B, S] = {shape}")
     is_first_BS = jnp.pad(segment_ids_BS[:, 1:] != segment_ids_BS[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return jax.lax.cummax(jnp.where(is_first_BS, columns_S[None], 0), axis=1)
+    return jax.lax.cummax(jnp.where(is_first_BS, jnp.arange(shape[1])[None], 0), axis=1)
 
 
 def over_heads(mask: VisiblePairs) -> Bool[Array, "_ 1 T S"]:

@@ -37,7 +37,7 @@ from dape_jax.model.biases import Bias, BiasConfig, KerpleConfig
 from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.positions import NoRotary, Rope
 from dape_jax.model.processors import DapeConfig, ProcessorConfig, ScoreMod
-from dape_jax.model.scores import Mask, Positions, segment_starts, soft_cap
+from dape_jax.model.scores import Mask, Positions, as_positions, segment_starts, soft_cap
 from dape_jax.sharding import (
     ROW_AXES,
     at_least_float32,
@@ -629,12 +629,15 @@ class Transformer(nnx.Module):
         reason = why_not_stable(self.config)
         require(segment_ids is None or reason is None, "segment_ids", "given", f"must be None: {reason}")
 
+        require(tokens_BT.ndim == 2, "tokens_BT.shape", tokens_BT.shape, "must be [B, T]")
         length, num_layers = tokens_BT.shape[1], self.config.num_layers
         self.config.check_length("length", length)
+        pos_T = as_positions("pos_T", pos_T, self.layers.attention.processor.key_halo)
+        require(pos_T is None or len(pos_T) == length, "pos_T", np.shape(pos_T), f"must be [T], with T = {length}")
         num_last, parts = num_last or length, math.prod(axis_sizes()[axis] for axis in ROW_AXES)
         num_rows = -(-num_last // parts) * parts  # the same number on every device
         pos = jnp.arange(length) if pos_T is None else pos_T
-        starts_BT = None if segment_ids is None else segment_starts(segment_ids)
+        starts_BT = None if segment_ids is None else segment_starts(segment_ids, tokens_BT.shape)
         pos = stripe(pos, 0) if starts_BT is None else stripe(pos[None] - starts_BT, 1)
         places = Places(pos, pos_T, starts_BT)
         x_BTD = self.embeddings(stripe(tokens_BT, 1), pos)
@@ -690,6 +693,7 @@ class Transformer(nnx.Module):
             cache: result of `make_cache` or of an earlier call. Columns at the first position and later are overwritten
                 before they are read.
         """
+        pos_T = jnp.asarray(as_positions("pos_T", pos_T), int)
         x_BTD = self.embeddings(tokens_BT, pos_T)
 
         def layer(
