@@ -214,10 +214,10 @@ def split_batch(function: Callable[..., jax.Array], batched: Sequence[Any], shar
     batch alone, every device computes its own sequences, as in `jax.shard_map`; otherwise the compiler splits the work.
     The result is split like that array. On arrays of other meshes, or of none, the function is only called.
     """
-    split = jax.typeof(batched[0]).sharding
-    if not any(split.spec):
+    split, arrays = jax.typeof(batched[0]).sharding, jax.tree.leaves((batched, shared))
+    if split.mesh.empty or not any(any(jax.typeof(x).sharding.spec) for x in arrays):
         return function(*batched, *shared)
-    if any(split.spec[1:]):
+    if not split.spec[0] or any(split.spec[1:]):
         return jax.jit(jax.sharding.auto_axes(function, out_sharding=split))(*batched, *shared)
     mesh, batch, whole = split.mesh, PartitionSpec(split.spec[0]), PartitionSpec()
     specs = (batch,) * len(batched) + (whole,) * len(shared)

@@ -330,7 +330,7 @@ def test_second_derivatives_of_blocks(page):
 
 @pytest.mark.extra
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-@pytest.mark.parametrize("spec", [PartitionSpec("x"), PartitionSpec(None, None, "x")], ids=["batch", "heads"])
+@pytest.mark.parametrize("spec", [("x",), (None, None, "x"), ()], ids=["batch", "heads", "parameters"])
 def test_split_arrays_give_right_numbers(page, spec, kind):
     """Values and gradients, also on the explicit axes that `jax.make_mesh` makes by default."""
     pos_T, segment_ids = jnp.arange(24), page.segment_ids
@@ -345,10 +345,11 @@ def test_split_arrays_give_right_numbers(page, spec, kind):
         return (out_BTHK**2).sum() + processed_BHTS.mean(), out_BTHK
 
     mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
-    qkv = jax.device_put(page.args[:3], NamedSharding(mesh, spec))
-    ours = jax.device_put(page.ours, NamedSharding(mesh, PartitionSpec()))
+    qkv, last = jax.device_put(page.args[:3], NamedSharding(mesh, PartitionSpec(*spec))), None if spec else "x"
+    specs = jax.tree.map(lambda x: PartitionSpec(*[None] * (x.ndim - 1), last), page.ours)
+    ours = jax.device_put(page.ours, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
     found = run(qkv, ours)
-    assert found[1][0][0].sharding.is_equivalent_to(qkv[0].sharding, 4)
+    assert not spec or found[1][0][0].sharding.is_equivalent_to(qkv[0].sharding, 4)
     chex.assert_trees_all_close(
         jax.device_get(found), jax.device_get(run(page.args[:3], page.ours)), rtol=2e-4, atol=2e-5
     )
@@ -503,16 +504,6 @@ def test_a_wrong_bias_or_processor_is_named(implementation):
     assert not np.allclose(outs[0], attend(x, x, x))
 
 
-@pytest.mark.usefixtures("no_annotations")
-def test_a_name_in_place_of_an_object_of_the_model_is_refused():
-    for field in ("rotary", "alternate_rotary", "bias", "processor", "attention"):
-        with pytest.raises(dape_jax.InputError, match=f"^model.{field} = 'kerple': must be an instance of [A-Z]"):
-            TransformerConfig(2, 16, 4, vocab_size=11, **{field: "kerple"})
-    module = KerpleConfig().build(4, 4, nnx.Rngs(0))
-    with pytest.raises(dape_jax.InputError, match=r"^model.bias = Kerple\(.*: must be an instance of BiasConfig$"):
-        TransformerConfig(2, 16, 4, vocab_size=11, bias=module)
-
-
 B, T, H, G, K = 2, 16, 4, 2, 8
 Q, KV = (B, T, H, K), (B, T, G, K)
 WRONG_SHAPES = [  # shapes of q, k and v, lengths of the positions or None, and parts of the message
@@ -534,32 +525,40 @@ WRONG_SHAPES = [  # shapes of q, k and v, lengths of the positions or None, and 
 
 
 @pytest.mark.usefixtures("no_annotations")
-def test_wrong_arrays_are_named():
+def test_wrong_arguments_are_named():
     for *shapes, positions, message in WRONG_SHAPES:
-        positions = [jnp.zeros(shape, int) for shape in positions or ()]
+        positions = [jnp.arange(np.prod(shape)).reshape(shape) for shape in positions or ()]
         with pytest.raises(dape_jax.InputError, match=re.escape(message)):
             attend(*map(jnp.zeros, shapes), *positions)
-    x, again = jnp.zeros(Q), jnp.arange(T) % 10
-    left, dape = jnp.arange(T) - 3, DapeConfig().build(H, has_bias=False, rngs=nnx.Rngs(0))
-    for args, options, words in (
-        ((x, x, x, again, again), {}, r"k_pos_S = \[\[9, 0\]\]: must increase.* give segment_ids"),
-        ((x, x, x, left, left), {"processor": dape}, r"k_pos_S = \[\[-1, 0\]\]: must .* padding last; .* on the left"),
-        ((x, x, x, again > 0), {}, r"q_pos_T\.dtype = 'bool': must be integers"),
-        ((x, x, x, again / 2), {}, r"q_pos_T\.dtype = 'float32': must be integers"),
-        ([x.astype(int)] * 3, {}, r"q_BTHK\.dtype = 'int32': must be float16"),
-        ([x.astype("float8_e4m3fn")] * 3, {}, r"q_BTHK\.dtype = 'float8_e4m3fn': must be float16"),
-        ((x, x, None), {}, "v_BSGK = 'NoneType': must be an array"),
-        ((x, x, x), {"implementation": Dense}, "implementation = <class '.*Dense'>: must be one of .*an instance"),
+    x, again, left, rngs = jnp.zeros(Q), np.arange(T) % 10, np.arange(T) - 3, nnx.Rngs(0)
+    dape = {"processor": DapeConfig().build(H, has_bias=False, rngs=rngs)}
+    dense, kerple = {"implementation": Dense}, KerpleConfig().build(H, 4, rngs)
+    config, sizes, tokens = TransformerConfig, {"num_layers": 1, "width": 16, "num_heads": 4}, np.ones((B, T), int)
+    model = Transformer(config(**sizes, vocab_size=11), rngs=rngs)
+    for function, args, options, words in (
+        (attend, (x, x, x, again, again), {}, r"k_pos_S = \[\[9, 0\]\]: must increase.* give segment_ids"),
+        (attend, (x, x, x, left, left), dape, r"k_pos_S = \[\[-1, 0\]\]: must .* padding last; .* on the left"),
+        (attend, (x, x, x, again > 0), {}, r"q_pos_T\.dtype = 'bool': must be integers"),
+        (attend, (x, x, x, again / 2), {}, r"q_pos_T\.dtype = 'float64': must be integers"),
+        (attend, [x.astype(int)] * 3, {}, r"q_BTHK\.dtype = 'int32': must be float16"),
+        (attend, [x.astype("float8_e4m3fn")] * 3, {}, r"q_BTHK\.dtype = 'float8_e4m3fn': must be float16"),
+        (attend, (x, x, None), {}, "v_BSGK = 'NoneType': must be an array"),
+        (attend, [x] * 3, dense, "implementation = <class '.*Dense'>: must be one of .*an instance"),
+        (dape_jax.score, (x[0], x), {}, r"q_BTHK\.shape = \(16, 4, 8\): must be \[B, T, H, K\]"),
+        (dape_jax.score, (x, x[:, :5]), {}, r"q_BTHK\.shape = .* must have T <= S"),
+        (dape_jax.score, (x, x), {"bias": KerpleConfig()}, r"bias = KerpleConfig\(.*its build\(\) returns"),
+        (model, (tokens[0],), {}, r"tokens_BT.shape = \(16,\): must be \[B, T\]"),
+        (model, (tokens, left[1:]), {}, r"pos_T = \[\[-1, 0\]\]: must increase, padding last"),
+        (model, (tokens, left[3:]), {}, r"pos_T = \(13,\): must be \[T\], with T = 16"),
+        (model, (tokens, again), {}, r"pos_T = \[\[9, 0\]\]: must increase.* give segment_ids"),
+        (model, (tokens, None, tokens[:1]), {}, r"segment_ids.shape = \(1, 16\): must be \[B, S\] = \(2, 16\)"),
+        (config, [], sizes | {"vocab_size": 11, "bias": kerple}, r"^model.bias = Kerple\(.* instance of BiasConfig$"),
     ):
         with pytest.raises(dape_jax.InputError, match=words):
-            attend(*args, **options)
-    for args, options, words in (
-        ((x[0], x), {}, r"q_BTHK\.shape = \(16, 4, 8\): must be \[B, T, H, K\]"),
-        ((x, x[:, :5]), {}, r"q_BTHK\.shape = .* must have T <= S"),
-        ((x, x), {"bias": KerpleConfig()}, r"bias = KerpleConfig\(.*its build\(\) returns"),
-    ):
-        with pytest.raises(dape_jax.InputError, match=words):
-            dape_jax.score(*args, **options)
+            function(*args, **options)
+    for field in ("rotary", "alternate_rotary", "bias", "processor", "attention"):
+        with pytest.raises(dape_jax.InputError, match=f"^model.{field} = 'kerple': must be an instance of [A-Z]"):
+            config(**sizes, vocab_size=11, **{field: "kerple"})
     for pos in (jnp.arange(1), jnp.zeros((B, 1), int), jnp.zeros((B + 1, T), int), 3):
         with pytest.raises(dape_jax.InputError, match=r"pos.shape = \(.*: must be \[T\] or \[B, T\]"):
             dape_jax.Rope()(x, pos)

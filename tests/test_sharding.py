@@ -17,6 +17,7 @@ from dape_jax.config import RunConfig, choose
 from dape_jax.errors import InputError
 from dape_jax.model.attention import Blockwise, Dense, attend, attend_on_mesh
 from dape_jax.model.biases import KerpleConfig
+from dape_jax.model.positions import Rope
 from dape_jax.model.processors import DapeConfig, ScoreMod
 from dape_jax.sharding import (
     AXES,
@@ -214,6 +215,14 @@ def test_a_bias_that_is_a_plain_function_works_on_a_mesh():
     with jax.set_mesh(make_mesh(MeshConfig(2, 2, 1, 2))):
         found = jax.jit(lambda q, k, v: attend_on_mesh(Dense(), q, k, v, ScoreMod(bias)))(q, k, v)
     np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def test_heads_that_the_mesh_does_not_divide_are_rotated():
+    x, pos = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 9, 8))), jnp.arange(3)
+    with jax.set_mesh(make_mesh(MeshConfig(1, 2, 1, 4))):
+        found = [Rope()(x[:, :, :heads], pos) for heads in (1, 3, 9)]
+    expected = Rope()(x, pos)
+    jax.tree.map(np.testing.assert_array_equal, found, [expected[:, :, :heads] for heads in (1, 3, 9)])
 
 
 @pytest.mark.parametrize("split", ["batch", "rows"])

@@ -109,7 +109,7 @@ class Rope:
         angle = jnp.multiply.outer(pos.astype(dtype), jnp.asarray(frequencies_K, dtype))
         angle_BT1K = angle.reshape(-1, pos.shape[-1], 1, head_dim)  # one row for all sequences if pos is [T]
         # Heads of a device side by side, as many as fit into the lanes of a TPU.
-        n = math.gcd(heads // axis_sizes()["tensor"], max(LANES // head_dim, 1))
+        n = math.gcd(heads, heads // axis_sizes()["tensor"], max(LANES // head_dim, 1))
         cos, sin = (jnp.tile(scale_111K * function(angle_BT1K), n) for function in (jnp.cos, jnp.sin))
         turn = jnp.asarray(np.kron(np.eye(n), turn_KK), x_BTHK.dtype)
         x = x_BTHK.reshape(*x_BTHK.shape[:2], heads // n, n * head_dim)
