@@ -549,7 +549,7 @@ def test_wrong_arguments_are_named():
         (dape_jax.score, (x, x), {"bias": KerpleConfig()}, r"bias = KerpleConfig\(.*its build\(\) returns"),
         (model, (tokens[0],), {}, r"tokens_BT.shape = \(16,\): must be \[B, T\]"),
         (model, (tokens, left[1:]), {}, r"pos_T = \[\[-1, 0\]\]: must increase, padding last"),
-        (model, (tokens, left[3:]), {}, r"pos_T = \(13,\): must be \[T\], with T = 16"),
+        (model, (tokens, left[3:]), {}, r"pos_T.shape = \(13,\): must be \[T\] = \(16,\)"),
         (model, (tokens, again), {}, r"pos_T = \[\[9, 0\]\]: must increase.* give segment_ids"),
         (model, (tokens, None, tokens[:1]), {}, r"segment_ids.shape = \(1, 16\): must be \[B, S\] = \(2, 16\)"),
         (config, [], sizes | {"vocab_size": 11, "bias": kerple}, r"^model.bias = Kerple\(.* instance of BiasConfig$"),

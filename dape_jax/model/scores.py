@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -102,7 +103,7 @@ def as_positions(name: str, pos: Any, halo: tuple[int, int] | None = None) -> An
     require(pos.ndim == 1, name, pos.shape or pos, f"must be [{name[-1]}], the same for the batch")
     is_integer = jnp.issubdtype(pos.dtype, jnp.integer)
     require(is_integer, f"{name}.dtype", pos.dtype.name, "must be integers: positions, not a mask")
-    if halo is not None and not isinstance(pos, jax.core.Tracer):
+    if halo is not None and not isinstance(pos, Tracer):
         keys = np.asarray(pos).astype(np.int64)
         keys = keys[keys >= 0] if halo == (0, 0) else keys
         falls = np.flatnonzero((keys[1:] >= 0) & ((keys[:-1] < 0) | (np.diff(keys) <= 0)))[:1].tolist()

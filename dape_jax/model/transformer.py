@@ -633,7 +633,8 @@ class Transformer(nnx.Module):
         length, num_layers = tokens_BT.shape[1], self.config.num_layers
         self.config.check_length("length", length)
         pos_T = as_positions("pos_T", pos_T, self.layers.attention.processor.key_halo)
-        require(pos_T is None or len(pos_T) == length, "pos_T", np.shape(pos_T), f"must be [T], with T = {length}")
+        shape = (length,) if pos_T is None else pos_T.shape
+        require(shape == (length,), "pos_T.shape", shape, f"must be [T] = {(length,)}")
         num_last, parts = num_last or length, math.prod(axis_sizes()[axis] for axis in ROW_AXES)
         num_rows = -(-num_last // parts) * parts  # the same number on every device
         pos = jnp.arange(length) if pos_T is None else pos_T
