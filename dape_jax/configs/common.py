@@ -1,6 +1,6 @@
 """Parts that recipes share. A recipe consists of its docstring and the fields in which it differs.
 
-The argument of every recipe chooses a method, with the paper's official settings (`docs/methods.md`):
+The argument of every recipe but `retrofit.py` chooses a method, with the paper's official settings (`docs/methods.md`):
 
     rotary=none|rope|pi|ntk|yarn  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
     processor=none|dape  kernel=W  channels=C
