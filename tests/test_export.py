@@ -25,7 +25,8 @@ from test_import import ours
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.cache_utils import DynamicCache
 
-from dape_jax.data.tokenizers import Bytes, train_bpe
+from dape_jax.data.conventions import Conventions
+from dape_jax.data.tokenizers import Bytes, HfTokenizer, train_bpe
 from dape_jax.errors import InputError
 from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.kernels.cuda import compiler
@@ -345,8 +346,7 @@ def test_a_compiled_model_is_one_graph(exported):
 def test_layers_on_two_devices(exported, name):
     """As accelerate's device_map="auto" puts them: it moves the arguments of a module, of the model only the first."""
     model = load_model(exported(name)[1])
-    last = ("layers.1", "norm")
-    device_of = {path: "cpu:1" if path.startswith(last) else "cpu" for path, _ in model.named_modules()}
+    device_of = {path: "cpu:1" if path.startswith(("layers.1", "norm")) else "cpu" for path, _ in model.named_modules()}
     for path, module in model.named_modules():
         device = device_of[path]
         module.register_forward_pre_hook(lambda _, args, device=device: send_to_device(args, device))
@@ -420,10 +420,8 @@ def test_embeddings_the_base_model_and_some_logits(exported, name):
 def test_a_pipeline_and_the_trainer(exported, tmp_path):
     """Generate from a text, and train on packed sequences, as SFT does."""
     directory = exported("pythia")[1]
-    model, tokenizer = (
-        load_model(directory),
-        transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=True),
-    )
+    model = load_model(directory)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
     pipeline = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
     with warnings.catch_warnings(action="ignore"):
         texts = [each[0]["generated_text"] for each in pipeline(["abc", "de"], max_new_tokens=3, batch_size=2)]
@@ -458,12 +456,15 @@ def test_tokenizers_give_the_same_ids(exported, tmp_path):
             assert ids == tokenizer.encode(text.encode()).tolist()
             assert theirs.decode(ids) == text
         assert (theirs.eos_token_id, len(theirs)) == (tokenizer.end_of_document, tokenizer.vocab_size)
+    for adds_bos in (True, False):  # whatever the file says
+        export.write_tokenizer(bpe, Conventions(bos_token="t", adds_bos=adds_bos), tmp_path)
+        bpe = HfTokenizer((tmp_path / "tokenizer.json").read_bytes())
+        assert bpe.first_token == ("t" if adds_bos else None)
 
 
 def test_the_example_loads_the_directory_without_a_question(exported, tmp_path, monkeypatch):
     """Check that of the documentation: transformers asks before it runs unknown code."""
-    _, directory = exported("llama")
-    (tmp_path / "exported").symlink_to(directory)
+    (tmp_path / "exported").symlink_to(exported("llama")[1])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("builtins.input", lambda question="": pytest.fail(question))
     with pytest.raises(pytest.fail.Exception):
@@ -516,8 +517,7 @@ def test_an_output_is_complete_and_never_replaced(exported, tmp_path, monkeypatc
 @pytest.mark.slow
 def test_the_command_lines(exported, tmp_path):
     """Export, and import the result."""
-    workdir, _ = exported("llama")
-    command = run_python(*EXPORT, f"--workdir={workdir}", f"--output={tmp_path}/out")
+    command = run_python(*EXPORT, f"--workdir={exported('llama')[0]}", f"--output={tmp_path}/out")
     assert (command.returncode, command.stdout) == (0, f"exported: {tmp_path}/out\n"), command.stderr
     command = run_python(*IMPORT, f"--source={tmp_path}/out", f"--workdir={tmp_path}/run")
     assert command.returncode == 0, command.stderr

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import safetensors.numpy
+import tokenizers
 from jaxtyping import Array
 from tqdm import tqdm
 
@@ -72,9 +73,8 @@ def export_run(given: ExportFlags) -> None:
         write_tensors(params, temporary, dtype)
         config = hf_config(trained, tokenizer, conventions, dtype)
         write_json(temporary / CONFIG_FILE, config)
-        names = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache")
-        generation = conventions.generation | {name: config[name] for name in names}
-        write_json(temporary / "generation_config.json", generation)
+        own = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache")}
+        write_json(temporary / "generation_config.json", conventions.generation | own)
         write_tokenizer(tokenizer, conventions, temporary)
         write_code(temporary)
         temporary.rename(output)
@@ -164,19 +164,18 @@ def write_tensors(params: Params, directory: Path, dtype: str) -> None:
 
 def write_tokenizer(tokenizer: Tokenizer, conventions: Conventions, directory: Path) -> None:
     """Write `tokenizer.json` and its config, without a maximum length; for `Bytes` with one token per byte."""
-    content = byte_tokenizer_json() if isinstance(tokenizer, Bytes) else tokenizer.content
-    (directory / TOKENIZER_FILE).write_text(content + "\n", encoding="utf-8")
-    parsed = json.loads(content)
+    parsed = json.loads(byte_tokenizer_json() if isinstance(tokenizer, Bytes) else tokenizer.content)
+    if conventions.adds_bos != (tokenizer.first_token is not None):  # as the source's add_bos_token says
+        first = [token for token in (conventions.bos_token,) if token and conventions.adds_bos]
+        ids = [(token, tokenizer.id_of(token)) for token in first]
+        processor = tokenizers.processors.TemplateProcessing([*first, "$A"], special_tokens=ids)
+        parsed["post_processor"] = json.loads(processor.__getstate__())
+    (directory / TOKENIZER_FILE).write_text(json.dumps(parsed, ensure_ascii=False) + "\n", encoding="utf-8")
     (end,) = [token["content"] for token in parsed["added_tokens"] if token["id"] == tokenizer.end_of_document]
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    config |= {
-        "bos_token": conventions.bos_token or end,
-        "eos_token": conventions.eos_token or end,
-        "pad_token": end,
-        **conventions.other_tokens,
-        "padding_side": conventions.padding_side,
-        "model_input_names": ["input_ids", "attention_mask"],
-    }
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {"bos_token": conventions.bos_token or end, "eos_token": conventions.eos_token or end, "pad_token": end}
+    config |= {**conventions.other_tokens, "padding_side": conventions.padding_side}
+    config |= {"model_input_names": ["input_ids", "attention_mask"]}
     write_json(directory / "tokenizer_config.json", config)
     if conventions.chat_template is not None:
         (directory / TEMPLATE_FILE).write_text(conventions.chat_template, encoding="utf-8")
