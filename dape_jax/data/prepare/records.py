@@ -239,18 +239,18 @@ def between(content: Any, separator: bytes, max_length: int) -> Iterator[bytes |
     """
     pattern, longest = re.escape(separator), 2 * len(separator)
     pattern = pattern if b"\r" in separator else pattern.replace(b"\\\n", rb"\r?\n")
-    rest, is_too_long, is_end = b"", False, False
+    rest, too_long, is_end = b"", None, False
     while not is_end:
         # More is read while there is no separator: otherwise the time is quadratic.
         block = content.read(max(_BLOCK, len(rest)))
         is_end = not block
         *parts, rest = re.split(pattern, rest + block)
         for part in [*parts, rest] if is_end else parts:
-            if is_too_long or part.strip():
-                yield LeftOut("too long") if is_too_long else part.strip(b"\r\n")
-            is_too_long = False
+            if too_long or part.strip():
+                yield too_long or part.strip(b"\r\n")
+            too_long = None
         if len(rest) > max_length + longest:
-            rest, is_too_long = rest[-longest:], True
+            rest, too_long = rest[-longest:], LeftOut("too long", f"longer than max_length = {max_length}")
 
 
 def _pieces(content: Any, length: int) -> Iterator[bytes]:

@@ -89,9 +89,11 @@ def _checked(
         return LeftOut("not Unicode", str(error))
     if isinstance(content, np.ndarray) and len(content) and tokenizer and content[-1] == tokenizer.end_of_document:
         content = content[:-1]
-    if config.min_length <= len(content) <= config.max_length:
-        return content
-    return LeftOut("too short" if len(content) < config.min_length else "too long")
+    if len(content) < config.min_length:
+        return LeftOut("too short", f"shorter than min_length = {config.min_length}")
+    if len(content) > config.max_length:
+        return LeftOut("too long", f"longer than max_length = {config.max_length}")
+    return content
 
 
 def split_of(document: bytes, validation_fraction: float) -> Split:
@@ -134,7 +136,6 @@ def _documents(inputs: Inputs, field: str) -> Iterator[Found]:
     """
     config, files = inputs.config, inputs.files
     reasons, details, num_documents, examined = Counter[str](), dict[str, str](), 0, False
-    limits = {"too short": f"min_length = {config.min_length}", "too long": f"max_length = {config.max_length}"}
     tables = {each.path for each in files if re.search(r"\.(json|csv|tsv)(\.(gz|bz2|xz|zst))?$", each.path.lower())}
     if any(each.path not in tables and "/readme." not in each.path.lower() for each in files):
         tables.clear()  # beside texts, they are probably meant as text
@@ -143,8 +144,7 @@ def _documents(inputs: Inputs, field: str) -> Iterator[Found]:
         if isinstance(content, LeftOut):
             reasons[content.reason] += 1
             if len(details) < _SHOWN:
-                detail = content.detail or f"{content.reason}, {limits[content.reason]}"
-                details.setdefault(detail, f"{path}: {found.number}: {detail}")
+                details.setdefault(content.detail, f"{path}: {found.number}: {content.detail}")
             continue
         num_documents += 1
         if found.is_text and isinstance(content, bytes) and not examined and "/readme." not in path.lower():
