@@ -163,20 +163,13 @@ def train_batches(
 
 
 def validation_batches(
-    store: TokenStore,
-    *,
-    length: int,
-    batch_size: int,
-    num_batches: int,
-    packing: str = "stream",
-    multiple: int = 1,
-    num_parts: int = 1,
+    store: TokenStore, *, length: int, batch_size: int, num_batches: int, packing: str, multiple: int, parts: int = 1
 ) -> list[Batch]:
     """Return full batches of windows evenly spaced over the store, in order; the same batches in every run.
 
     T = `length` may be longer than in training. There are `num_batches`, or fewer if the store is too small. With fewer
     windows than `batch_size` there is one batch of all windows. Its last rows repeat the last window, with loss
-    `weights` of 0, if the number of rows would not be a multiple of `multiple`. Each batch is divided into `num_parts`
+    `weights` of 0, if the number of rows would not be a multiple of `multiple`. Each batch is divided into `parts`
     batches, or a small one into fewer.
 
     Raises:
@@ -185,7 +178,7 @@ def validation_batches(
     windows = _windows(store, length, packing)
     num_windows = min(num_batches, len(windows) // batch_size) * batch_size or len(windows)
     spread = np.arange(num_windows) * len(windows) // num_windows
-    size = batch_size // num_parts
+    size = batch_size // parts
     num_padding = -num_windows % (size if num_windows > size else multiple)
     rows = [windows[index] for index in spread.tolist()]
     if num_padding:

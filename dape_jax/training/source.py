@@ -65,8 +65,7 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh, verify: bool = False
         shard |= {"train_length": train.train_length, "seed": run.data.seed, "packing": packing}
         batches = corpus_batches.train_batches(*train_stores, weights=weights, **shard)
         multiple = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-        sizes |= {"length": train.train_length, "packing": packing, "multiple": multiple}
-        sizes |= {"num_parts": train.accumulation_steps}  # whose memory suffices
+        sizes |= dict(length=train.train_length, packing=packing, multiple=multiple, parts=train.accumulation_steps)
         validation = {
             path: corpus_batches.validation_batches(store, **sizes)
             for path, store in corpora.validation.items()
