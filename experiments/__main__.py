@@ -41,12 +41,13 @@ def main(settings: Settings, command: str = "", name: str = "") -> None:
             print(f"  {text}" + f"\n    Note: {claim.note}" * bool(claim.note))
         print(f"\n{len(runs)} runs with the preset {settings.preset}")
         for run in runs:
-            print(f"  {run.name}, evaluated at {format_lengths(run.lengths)}\n    {train_command(run)}")
+            print(f"  {run.name}, evaluated at {format_lengths(run.lengths)}")
+            print(f"    {train_command(run)} --workdir=runs/{run.name}")
     elif command == "run":
         # Models that differ only in the seed share compiled programs, also between processes.
         use_compilation_cache(str(make_results_directory(settings.workdirs, "--workdirs") / "compiled"), "--workdirs")
-        runs = run_experiment(name, settings)
-        print(f"{len(runs)} runs in {Path(settings.results, name)}; compare them: python -m experiments report")
+        runs, results = run_experiment(name, settings), settings.results
+        print(f"{len(runs)} runs in {results}/{name}; compare them: python -m experiments report --results={results}")
     else:
         print(f"report: {report.write(Path(settings.results))}")
 

@@ -36,8 +36,7 @@ def write(results: Path) -> Path:
         InputError: there is nothing to report.
     """
     groups = read_groups(results)
-    allowed = "must be a directory with finished runs (python -m experiments run)"
-    require(bool(groups), "--results", str(results), allowed)
+    require(bool(groups), "--results", str(results), "must have finished runs: python -m experiments run")
     contents = [(group, _content(group)) for group in groups]
     for name in dict.fromkeys(group.experiment for group in groups):
         ours = [(group, content) for group, content in contents if group.experiment == name]

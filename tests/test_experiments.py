@@ -81,8 +81,7 @@ def test_the_paper_preset_has_the_published_settings():
     found = [train.batch_size, train.train_length, train.num_steps, model.num_heads, model.num_layers, model.width]
     assert found == [32 * 8, *(table8[name] for name in ("train_length", "iterations", "heads", "layers", "width"))]
     assert [optimizer.learning_rate, [optimizer.beta1, optimizer.beta2]] == [table8["learning_rate"], table8["betas"]]
-    assert config.evaluation.last_tokens == 256
-    assert item.lengths == (512, 1024, 2048, 4096, 8192)
+    assert (config.evaluation.last_tokens, item.lengths) == (256, (512, 1024, 2048, 4096, 8192))
     for preset in EXPERIMENTS["fig3"].presets:  # steps have equal numbers of tokens, as the paper's
         runs_of_preset = [read_run(config_of(item)).train for item in runs_with_one_seed("fig3", preset)]
         assert len({train.train_length for train in runs_of_preset}) == 6
@@ -101,8 +100,7 @@ def test_the_paper_preset_has_the_published_settings_of_the_tasks():
     for item in runs[:11]:
         config = TaskRunConfig.from_dict(config_of(item))
         assert (config.train.num_steps, config.train.train_length, config.train.batch_size) == (200_000, 40, 128)
-        assert config.evaluation.num_sequences == 512
-        assert item.lengths[-460:] == tuple(range(41, 501))
+        assert (config.evaluation.num_sequences, item.lengths[-460:]) == (512, tuple(range(41, 501)))
 
 
 def test_claims_compare_results_of_runs():
@@ -457,10 +455,17 @@ def test_bad_input_is_named(small_world, monkeypatch, arguments: str, changes: d
     assert not Path(small_world["results"]).exists()
 
 
-def test_experiments_are_listed_and_shown(capsys):
+def test_experiments_are_listed_and_shown(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(experiments_main, "use_compilation_cache", lambda *_: None)
+    monkeypatch.setattr(run, "run_experiment", lambda *_: [])
     for arguments, changes, words in (
         (["list"], {}, ["fig1", "table9", "appendixE"]),
-        (["show", "fig5"], {}, ["Note: FIRE's official settings", "configs/small.py:xs,bias=kerple", "2048"]),
+        (
+            ["show", "fig5"],
+            {},
+            ["Note: FIRE's official settings", "small.py:xs,bias=kerple", "2048", "--workdir=runs/"],
+        ),
+        (["run", "fig5"], {"results": "mine", "workdirs": str(tmp_path)}, ["experiments report --results=mine"]),
         (["show", "table6"], {"preset": "paper", "tasks": ("odds_first",)}, ["11 runs", "at 1 to 500"]),
     ):
         experiments_main.main(Settings(**changes), *arguments)
