@@ -68,7 +68,7 @@ def test_a_log_has_a_time_and_a_message_in_each_line(told, caplog):
     assert all(line[2] == line[5] == ":" and line[8] == " " for line in lines)
     messages = [line[9:] for line in lines]
     assert "mesh: data=1 fsdp=8 context=1 tensor=1" in messages
-    assert "learning rate: 0.01 after 0 steps of warm-up, then cosine to 0.001" in messages
+    assert "learning rate: 0.01 after 0 steps of warm-up, at the end 0.00231802" in messages
     text = next(message for message in messages if message.startswith("text: "))
     assert re.fullmatch(r"text: \d+ documents \([\d,]+ tokens\) to train on, \d+ \([\d,]+ tokens\) held out", text)
     assert messages.count("resuming from step 2 of 4") == 1

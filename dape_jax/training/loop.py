@@ -129,9 +129,6 @@ def _train(
         *(f"{counts[name]:,}" for name in ("total", "bias", "processor")),
     )
     logger.info("device: %s", describe(facts))
-    rate, last_rate = run.optimizer.learning_rate, run.optimizer.final_fraction * run.optimizer.learning_rate
-    shape = run.optimizer.num_warmup_steps(run.train.num_steps), run.optimizer.schedule
-    logger.info("learning rate: %g after %d steps of warm-up, then %s to %g", rate, *shape, last_rate)
     logger.info("mesh: %s", " ".join(f"{axis}={size}" for axis, size in mesh.shape.items()))
     if training.train_only:
         logger.info("only parameters of these kinds are trained: %s", ", ".join(training.train_only))

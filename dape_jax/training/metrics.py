@@ -57,6 +57,8 @@ class MetricLogger(contextlib.ExitStack):
         # Computed here for all steps: a device computation between steps would wait for the running step.
         schedule = make_schedule(run.optimizer, run.train.num_steps)
         self.learning_rates = np.asarray(schedule(jnp.arange(run.train.num_steps)))
+        num_warmup, rates = run.optimizer.num_warmup_steps(run.train.num_steps), self.learning_rates
+        logger.info("learning rate: %g after %d steps of warm-up, at the end %g", rates.max(), num_warmup, rates[-1])
         self.max_bad_steps, self.has_perplexity = run.train.max_bad_steps, isinstance(run, RunConfig)
         # MFU at one token per second. None: the formula assumes one length, but a task's lengths vary, and counts the
         # gradients of all parameters, but frozen parameters have none.
