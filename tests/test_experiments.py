@@ -460,11 +460,7 @@ def test_experiments_are_listed_and_shown(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(run, "run_experiment", lambda *_: [])
     for arguments, changes, words in (
         (["list"], {}, ["fig1", "table9", "appendixE"]),
-        (
-            ["show", "fig5"],
-            {},
-            ["Note: FIRE's official settings", "small.py:xs,bias=kerple", "2048", "--workdir=runs/"],
-        ),
+        (["show", "fig5"], {}, ["Note: FIRE's", "configs/small.py:xs,bias=kerple", "2048", "--workdir=runs/"]),
         (["run", "fig5"], {"results": "mine", "workdirs": str(tmp_path)}, ["experiments report --results=mine"]),
         (["show", "table6"], {"preset": "paper", "tasks": ("odds_first",)}, ["11 runs", "at 1 to 500"]),
     ):

@@ -126,7 +126,7 @@ class LayerKind(NamedTuple):
 class TransformerConfig:
     """Architecture of the model, and options of its computation. The defaults are those of the paper's language models.
 
-    TransformerConfig(num_layers=2, width=64, num_heads=4, vocab_size=257, **LLAMA)
+    TransformerConfig(num_layers=2, width=64, num_heads=4, vocab_size=257, **LLAMA)      # or GPT_NEOX, of this module
     """
 
     num_layers: int  # L, blocks
@@ -366,10 +366,10 @@ class Cache(NamedTuple):
 
 
 def make_cache(config: TransformerConfig, batch: int, length: int) -> Cache:
-    """Return an empty cache for sequences of up to `length` tokens.
+    """Return an empty cache in the compute dtype, for sequences of up to `length` tokens.
 
     Raises:
-        InputError: the model cannot use a cache, because appending keys changes earlier rows.
+        InputError: the model cannot use a cache: it is bidirectional, or appending keys changes earlier rows.
     """
     require(config.causal, "model.causal", config.causal, "must be True: a bidirectional model cannot generate")
     for reason in filter(None, (config.processor.why_not_cached, why_not_stable(config))):
@@ -572,7 +572,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Decoder of a language model, or encoder of the paper's algorithmic tasks."""
+    """Decoder of a language model, or encoder of the algorithmic tasks: `Transformer(config, rngs=nnx.Rngs(0))`."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         D, V = config.width, config.num_outputs
