@@ -892,9 +892,9 @@ def test_another_protocol_from_the_command_line(runs):
 
 def test_a_pattern_of_workdirs_matches_runs(tmp_path):
     root = epath.Path(tmp_path)
-    for name in ("x2/checkpoints", "x1/checkpoints", "x[1]"):
+    for name in ("a/x2/checkpoints", "x1/checkpoints", "x[1]"):
         (root / name).mkdir(parents=True)
-    for pattern, names in (("*", ["x1", "x2"]), ("c*", ["c*"]), ("x[1]", ["x[1]"])):
+    for pattern, names in (("*", ["x1"]), ("**", ["a/x2", "x1"]), ("c*", ["c*"]), ("x[1]", ["x[1]"])):
         assert watching.matching(root / pattern) == [root / name for name in names]
 
 

@@ -35,7 +35,7 @@ WATCH_SECONDS = 10  # between looks for new checkpoints
 class Flags:
     """Flags other than the options of the evaluations."""
 
-    workdir: tuple[str, ...] = flag((), "Run directories to compare, or patterns of these: runs/*.")
+    workdir: tuple[str, ...] = flag((), "Run directories to compare, or patterns of these: runs/*; ** descends.")
     plot: str | None = flag(
         None, "JSON of an evaluation, such as lengths.json: show it again with --baseline, --labels and --format."
     )
@@ -98,7 +98,7 @@ def main(given: Flags) -> None:
 
 def matching(path: epath.Path) -> list[epath.Path]:
     """Return the run directories that match a pattern, which a shell leaves in --workdir=runs/*; else the path."""
-    found = [] if os.path.exists(path) else map(epath.Path, sorted(glob.glob(os.fspath(path))))
+    found = [] if os.path.exists(path) else map(epath.Path, sorted(glob.glob(os.fspath(path), recursive=True)))
     return [each for each in found if (each / "checkpoints").is_dir()] or [path]
 
 
