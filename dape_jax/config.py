@@ -247,28 +247,24 @@ def choose(field: str, name: str, **options: Any) -> dict[str, Any]:
     return {"name": name} | dataclasses.asdict(_structure(_kind(field, name), options, f"model.{field}"))
 
 
-def field_type(spec: dict[str, Any], path: str) -> Any:
-    """Return the type of the field at a dotted path of a config, or None if there is no such field."""
+def read_text(spec: dict[str, Any], path: str, text: str) -> Any:
+    """Return the text of a flag as a value of the type of the field at a dotted path of a config, or as it is.
+
+    Raises:
+        LookupError, TypeError, InputError: there is no such field.
+    """
     section, *inner = path.split(".")
-    try:
-        kind: Any = typing.get_type_hints(TaskRunConfig if is_algorithmic(spec) else RunConfig)[section]
-        if len(inner) > 1:
-            kind = _kind(inner[0], spec[section][inner[0]]["name"])
-        return typing.get_type_hints(kind)[inner[-1]]
-    except (KeyError, IndexError, TypeError, ValueError):
-        return None
-
-
-def read_text(kind: Any, text: str) -> Any:
-    """Return the text of a flag as a value of a field's type; `read_run` refuses text of another type."""
-    kind, *others = typing.get_args(kind) or (kind,)
+    kind: Any = typing.get_type_hints(TaskRunConfig if is_algorithmic(spec) else RunConfig)[section]
+    if len(inner) > 1:
+        kind = _kind(inner[0], spec[section][inner[0]]["name"])
+    kind, *others = typing.get_args(field := typing.get_type_hints(kind)[inner[-1]]) or (field,)
     convert = flags.BooleanParser().parse if kind is bool else kind
     try:
         if others == [...]:  # tuple[int, ...], with or without brackets
             return tuple(map(convert, re.findall(r"[^\s,()\[\]'\"]+", "" if text == "None" else text)))
         return None if text == "None" else convert(text)
     except (TypeError, ValueError):
-        return text
+        return text  # `read_run` refuses it
 
 
 def _kind(field: str, name: Any) -> type:

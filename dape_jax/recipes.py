@@ -109,26 +109,28 @@ def _set(config: Any, argument: str) -> None:
     """Set a field by a flag `--config.SECTION.FIELD=VALUE`, whose value has the type of the field, or is None."""
     from flax.traverse_util import flatten_dict, unflatten_dict  # after the flags are parsed: it imports JAX
 
-    from dape_jax.config import choose, field_type, read_text
+    from dape_jax.config import choose, read_text
 
     name, equals, text = argument.lstrip("-").partition("=")
     path = name.removeprefix("config.").removesuffix(".name")  # the name of a choice; no other field ends so
     section, _, field = path.rpartition(".")
-    known, kind = list(flatten_dict(spec := config.to_dict(), sep=".")), field_type(spec, path)
+    known = list(flatten_dict(spec := config.to_dict(), sep="."))
     if path == "model.attention" and equals:  # it does not change results, so that it belongs to no recipe's method
         config.model.attention = ConfigDict(choose("attention", text))
-    elif any(each.startswith(f"{path}.") for each in known):
+        return
+    if any(each.startswith(f"{path}.") for each in known):
         advice = "is a section; set its fields, or choose it by name in the config file's argument"
         raise InputError(f"{argument}: {advice}")
-    elif path not in known and kind is None:
+    try:
+        value = read_text(spec, path, text)
+    except (LookupError, TypeError, InputError):
         known.sort(key=lambda each: each.startswith(section))  # of equal names, that of the section is last
         paths = {each.rpartition(".")[2]: each for each in known}
         nearest, advice = most_similar(field, paths), "--help lists the sections, --help=SECTION the fields of one"
         if nearest is not None:
             advice = f"did you mean --config.{paths[nearest]}?"
-        raise InputError(f"{argument}: the config has no such field; {advice}")
-    elif not equals:
+        raise InputError(f"{argument}: the config has no such field; {advice}") from None
+    if not equals:
         raise InputError(f"{argument}: must be {argument}=VALUE")
-    else:
-        with config.ignore_type(), config.unlocked():  # `read_run` refuses values of another type
-            config.update(unflatten_dict({path: read_text(kind, text)}, sep="."))
+    with config.ignore_type(), config.unlocked():  # `read_run` refuses values of another type
+        config.update(unflatten_dict({path: value}, sep="."))
