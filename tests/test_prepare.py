@@ -526,7 +526,8 @@ def test_what_a_data_set_has_beside_its_training_records_is_named(tmp_path: Path
     readme, _, _ = write(tmp_path / "in/README.md", b"a data set"), write(test, *LINES), write(train, *LINES)
     packed = write(Path(f"{train}.bz2"), bz2.compress(train.read_bytes()))
     advice = "give the files to train on, and others as --validation (in training, data.validation_path)"
-    named, twice = (f"{path} and {packed} are both used, whatever their names: {advice}" for path in (test, train))
+    pairs = (test, train), (train, packed)
+    named, twice = (f"{one} and {other} are both used, whatever their names: {advice}" for one, other in pairs)
     mixed = f"the corpus has texts, as in {readme} and records, as in {test}"
     folders = f"directories that match '{tmp_path}/in/*' left out: {tmp_path}/in/data; '**' descends into them"
     parts = [("", [named, mixed])] * 2 + [("/*", [folders]), ("/data/train*l", []), ("/data/train*", [twice])]

@@ -47,7 +47,8 @@ def make(
         evaluation=_defaults(of_evaluation) | evaluation,
     )
     config: Any = ConfigDict(fields)
-    if config.model.get("rotary", {}).get("train_length") == train.get("train_length", 0):  # YaRN's, follows a flag
+    rotary = model["rotary"] if "rotary" in model else {}
+    if "train_length" in rotary and rotary["train_length"] == train["train_length"]:  # YaRN's, follows a flag
         config.model.rotary.train_length = config.train.get_oneway_ref("train_length")
     return config
 

@@ -129,7 +129,9 @@ def attend(
             return out.reshape(batch, block, heads, head_dim).astype(v.dtype)
 
         run = tuple(x[start:stop] for x in blocks)
-        outs.append(jax.lax.map(lambda block, attend=attend_block: attend(block, k_BSGK, v_BSGK, shared), run))
+        outs.append(
+            jax.lax.map(lambda block_inputs, attend=attend_block: attend(block_inputs, k_BSGK, v_BSGK, shared), run)
+        )
     out_blocks = jnp.concatenate(outs)
     return jnp.moveaxis(out_blocks, 0, 1).reshape(batch, num_blocks * block, heads, head_dim)[:, :num_rows]
 
@@ -357,16 +359,28 @@ def make_band(refs: Sequence[Any], t: Tiling, band_offsets: int, largest: int = 
     return Band(t, starts, scores, *taps, knee, left_knee, offset_O, last, taps_per_dot)
 
 
-def forward_kernel(*refs: Any, t: Tiling, band_offsets: int) -> None:
+def forward_kernel(
+    starts: Any,
+    scores: Any,
+    scores_kernel: Any,
+    output_kernel: Any,
+    knee: Any,
+    added: Any,
+    left_knee: Any,
+    left_added: Any,
+    out: Any,
+    *,
+    t: Tiling,
+    band_offsets: int,
+) -> None:
     """Compute out[j] = scores[j] + added + sum over w of activate(features[j + w - P]) output_kernel[w]^T."""
-    *common, added, left_knee, left_added, out = refs  # starts, scores, both kernels and knee
-    band = make_band((*common, left_knee), t, band_offsets)
+    band = make_band((starts, scores, scores_kernel, output_kernel, knee, left_knee), t, band_offsets)
 
     def visit(row: Row, _: None) -> None:
         def term(w: Any) -> Array:
             return band.dot(activate(*band.features(row, w - t.pad)), band.output_taps(w), trans_b=True)
 
-        z = band.read(band.scores, row).astype(jnp.float32) + band.read_corrected(added, left_added, row)
+        z = band.read(scores, row).astype(jnp.float32) + band.read_corrected(added, left_added, row)
         elements, mask = band.locate(out, row)
         triton.store(elements, band.sum_taps(term, z), mask=mask)
 

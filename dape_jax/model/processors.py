@@ -492,7 +492,9 @@ class DapeConfig(ProcessorConfig):
     def pair_flops(self, num_heads: int, has_bias: bool) -> PairFlops:
         """Return the cost of both convolutions: W taps from H heads (2H with a bias) to C channels, and from C to H."""
         taps = 2 * self.kernel_width * num_heads * self.channels
-        return PairFlops(taps * ((self.inputs != "bias") + 1), taps * (has_bias and self.inputs != "scores"))
+        return PairFlops(
+            of_scores=taps * ((self.inputs != "bias") + 1), of_bias=taps * (has_bias and self.inputs != "scores")
+        )
 
 
 PROCESSORS = {"none": PlainConfig, "dape": DapeConfig}

@@ -348,8 +348,10 @@ def to_markdown(run: RunConfig, plans: list[Plan], utilisation: float, given: Se
     if chosen is None:
         batch += "" if largest is None else "; a larger one needs --config.train.accumulation_steps"
         return "\n".join([*lines, "", "No mesh that was tried fits.", f"largest batch  {batch}"]) + "\n"
-    how, held = "by formula" if chosen.compile_seconds is None else "compiled", chosen.held_bytes or {}
-    parts = ", ".join(f"{size / GIB:.3g} {name}" for name, size in held.items() if 100 * size >= sum(held.values()))
+    assert chosen.held_bytes
+    how = "by formula" if chosen.compile_seconds is None else "compiled"
+    held, total = chosen.held_bytes, sum(chosen.held_bytes.values())
+    parts = ", ".join(f"{size / GIB:.3g} {name}" for name, size in held.items() if 100 * size >= total)
     cost = chosen.costs(utilisation)
     steps = f"{train.num_steps:,} steps of {train.batch_size:,} x {train.train_length:,} tokens"
     time_text = f"unknown, like the peak of {hardware.chip.name}; train some steps, and read tokens/s in the log"

@@ -14,7 +14,9 @@ class GenerateFlags:
     workdir: str = flag(dataclasses.MISSING, "Run directory.")
     prompt: tuple[str, ...] = flag((), "Text to continue; repeat for a batch.", repeated=True)
     prompt_file: tuple[str, ...] = flag(
-        (), "File, or /dev/stdin, whose content, with a final newline, is another prompt; repeatable.", repeated=True
+        (),
+        "File, or /dev/stdin, whose content, including a final newline, is another prompt; repeat for several.",
+        repeated=True,
     )
     max_new_tokens: int = flag(256, "Maximum number of tokens per completion; it ends earlier if its document ends.")
     temperature: float = flag(0.8, "Divisor of the logits; 0 is greedy, the most probable token.")
@@ -25,7 +27,9 @@ class GenerateFlags:
         (), r"Text before which a completion ends, with escapes such as \n; repeat for several.", repeated=True
     )
     bos: bool = flag(True, "Begin with the token that an imported model's tokenizer puts before a text, if it does.")
-    control_tokens: bool = flag(False, "Take the text of control tokens in a prompt, such as <|eot_id|>, as tokens.")
+    control_tokens: bool = flag(
+        False, "Take the text of control tokens in a prompt, such as <|eot_id|>, as these tokens."
+    )
     chat: bool = flag(False, "Take each prompt as a message of a user, through the imported model's chat template.")
     step: str = flag("newest", STEP_HELP)
 

@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 RECIPE_FILE = "recipe.json"
 TRAIN_BPE_BYTES = 2**30  # bytes of text on which a BPE is trained
 QUANTILES = {"smallest": 0.0, "5 %": 0.05, "25 %": 0.25, "median": 0.5, "75 %": 0.75, "95 %": 0.95, "largest": 1.0}
-_PART = r"(?<![a-z])(train|test|valid|validation|val|dev|eval)(?![a-z])|\.(gz|bz|xz|zst)$"  # of names without digits
 _SAMPLES, _SHOWN_CHARS = 3, 200  # documents of each store whose beginning is shown, and its length
 
 
@@ -126,6 +125,22 @@ def prepare_text(path: str, data: DataConfig, lossy: bool, field: str) -> Corpus
     return corpus
 
 
+def warn_of_parts(paths: list[str]) -> None:
+    """Warn of two files whose names differ only in the part of a data set, as train and test, or in a compression.
+
+    Numbers and hashes of shards do not count.
+    """
+    shards = {re.sub(r"\d+|-[0-9a-f]{16}", "", path.lower()): path for path in paths}
+    part = r"(?<![a-z])(train|test|valid|validation|val|dev|eval)(?![a-z])|\.(gz|bz|xz|zst)$"  # .bz2 without its digit
+    seen: dict[str, str] = {}
+    for name, path in shards.items():
+        other = seen.setdefault(re.sub(part, "", name), path)
+        if other != path:
+            advice = "give the files to train on, and others as --validation (in training, data.validation_path)"
+            logger.warning("%s and %s are both used, whatever their names: %s", other, path, advice)
+            return
+
+
 def find_inputs(config: PrepareConfig, excluded: Collection[Path]) -> Inputs:
     """Return the inputs of a config. Files in the `excluded` directories are left out.
 
@@ -138,12 +153,7 @@ def find_inputs(config: PrepareConfig, excluded: Collection[Path]) -> Inputs:
         paths = {os.path.realpath(file.path) for file in held_out}
         files = [file._replace(split="train") for file in files if os.path.realpath(file.path) not in paths]
         require(bool(files), "input", ",".join(config.input), "must have files that are not in validation")
-    names = {re.sub(r"\d+|-[0-9a-f]{16}", "", file.path.lower()): file.path for file in files}
-    parts = {re.sub(_PART, "", name): path for name, path in names.items()}
-    pairs = ((path, parts[re.sub(_PART, "", name)]) for name, path in names.items())
-    if pair := next((pair for pair in pairs if pair[0] != pair[1]), None):
-        advice = "give the files to train on, and others as --validation (in training, data.validation_path)"
-        logger.warning("%s and %s are both used, whatever their names: %s", *pair, advice)
+    warn_of_parts([file.path for file in files])
     options = ("text_field", "min_length", "max_length", "validation_fraction")
     recipe: dict[str, Any] = {"format_version": FORMAT_VERSION, "where": config.conditions}
     recipe |= {option: getattr(config, option) for option in options}
@@ -245,7 +255,9 @@ class ShowConfig:
 
 def main(given: ShowConfig) -> None:
     """Prepare the corpus and show it; or show another one."""
-    shown = given.show or prepare(command_line.from_flags(PrepareConfig)).corpus.train.directory.parent
+    shown = given.show
+    if shown is None:
+        shown = prepare(command_line.from_flags(PrepareConfig)).corpus.train.directory.parent
     show(Path(os.path.expanduser(shown)))
 
 
