@@ -448,7 +448,7 @@ def rows_of(
     state = iterator.get_state()
     iterator.close()
     for each in found:
-        assert set(each) == set(PACKED if "packing" in options else PACKED[:2])
+        assert set(each) == set(PACKED if options.get("packing") == "documents" else PACKED[:2])
         for name in ("inputs", "targets"):
             assert (each[name].shape, each[name].dtype) == ((batch // shard[1], length), np.int32)
         is_target = each["weights"] > 0 if "weights" in each else np.ones((batch // shard[1], length), bool)
