@@ -348,8 +348,7 @@ def test_layers_on_two_devices(exported, name):
     model = load_model(exported(name)[1])
     device_of = {path: "cpu:1" if path.startswith(("layers.1", "norm")) else "cpu" for path, _ in model.named_modules()}
     for path, module in model.named_modules():
-        device = device_of[path]
-        module.register_forward_pre_hook(lambda _, args, device=device: send_to_device(args, device))
+        module.register_forward_pre_hook(lambda _, args, device=device_of[path]: send_to_device(args, device))
     with FakeTensorMode():  # compares devices
         params = {
             key: torch.empty(parameter.shape, device=device_of[key.rpartition(".")[0]])

@@ -349,11 +349,13 @@ def test_the_end_token_of_the_source_ends_documents_or_only_completions(tmp_path
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<EOS>"}, "bos_token": "<EOS>"}')
     library = tokenizers.Tokenizer.from_str(byte_tokenizer_json())
     library.add_special_tokens(["<EOS>"])
+    library.post_processor = tokenizers.processors.TemplateProcessing("$A <EOS>", special_tokens=[("<EOS>", 257)])
     for usual, expected in (("<|endoftext|>", (256, 257)), ("<other>", (257, 256))):
         (tmp_path / "tokenizer.json").write_text(library.to_str().replace("<|endoftext|>", usual))
         tokenizer = source_tokenizer(tmp_path, 258)
         found = conventions_of(tmp_path, {"eos_token_id": 256}, HfTokenizer(tokenizer.content))
-        assert (found.bos_token, found.eos_token, found.ends(tokenizer)) == ("<EOS>", "<EOS>", expected)
+        assert (found.bos_token, found.adds_bos, found.eos_token) == ("<EOS>", False, "<EOS>")
+        assert found.ends(tokenizer) == expected
         (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<EOS>", "bos_token": null}')
 
 
@@ -819,8 +821,7 @@ def test_fields_that_a_config_lacks_have_the_values_of_transformers(kind):
 
 
 def test_every_family_is_tested():
-    others = {"dape"}  # in test_export.py
-    assert {kind for kind, _ in MODELS.values()} == set(FAMILIES) - others
+    assert {kind for kind, _ in MODELS.values()} == set(FAMILIES) - {"dape"}  # in test_export.py
 
 
 def test_the_memory_of_an_import_is_that_of_one_tensor(tmp_path):

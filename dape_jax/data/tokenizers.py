@@ -152,8 +152,9 @@ class HfTokenizer:
     @property
     def first_token(self) -> str | None:
         """Text of the token that the file puts before a text (beginning of sequence), or None."""
-        alone = self._prompting.encode("", add_special_tokens=True).ids
-        return self._library.id_to_token(alone[0]) if alone and alone[0] != self.end_of_document else None
+        text = self._prompting.encode("a", add_special_tokens=True)  # a file may only append a token
+        is_added = text.special_tokens_mask[:1] == [1] and text.ids[0] != self.end_of_document
+        return text.tokens[0] if is_added else None
 
     def encode_controls(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
         """Return the ids of a text in which the text of a control token is the token; for prompts that are trusted.
