@@ -320,12 +320,12 @@ def test_longer_sequences_than_learned_positions_are_refused():
         generate(config, params, mesh, [tokens(1, length)[0]], **options)
 
     forward(8)
-    spec = SPEC | {"model": SPEC["model"] | {"learned_positions": 8}}
-    spec["data"] = SPEC["data"] | {"path": "text", "cache_dir": "data"}
+    prompt(4)
+    parts = {"model": SPEC["model"] | {"learned_positions": 8}, "data": SPEC["data"] | {"path": "a", "cache_dir": "b"}}
     for refused, words in (
         (lambda: forward(9), "length = 9: must be at most"),
-        (lambda: prompt(4), r"prompts\[0\] and max_new_tokens = 9: must be at most"),
-        (lambda: read_run(spec), "train.train_length = 16: must be at most model.learned_positions = 8"),
+        (lambda: prompt(5), r"prompts\[0\] and max_new_tokens - 1 = 9: must be at most"),
+        (lambda: read_run(SPEC | parts), "train.train_length = 16: must be at most model.learned_positions = 8"),
     ):
         with pytest.raises(InputError, match=words):
             refused()

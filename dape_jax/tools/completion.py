@@ -218,7 +218,7 @@ def generate(
 
     Tokens are drawn from the first `num_ids` ids: the tokenizer's vocabulary, or the model's if None. Each of the
     `end_tokens` ends a sequence, which then repeats the first of them. The iterator stops when all sequences have
-    ended, and always after `max_new_tokens` steps.
+    ended, and always after `max_new_tokens` steps. The model does not read the last token.
 
     Raises:
         InputError: there are no prompts, a prompt or number is invalid, the model cannot use a cache, or the cache
@@ -231,7 +231,7 @@ def generate(
         low, high = int(prompt.min()), int(prompt.max())
         allowed = f"must be ids of the model, 0 to {config.vocab_size - 1}"
         require(0 <= low and high < config.vocab_size, f"prompts[{index}]", low if low < 0 else high, allowed)
-        config.check_length(f"tokens of prompts[{index}] and max_new_tokens", len(prompt) + max_new_tokens)
+        config.check_length(f"tokens of prompts[{index}] and max_new_tokens - 1", len(prompt) + max_new_tokens - 1)
 
     num_prompts = len(prompts)
     padded = [*prompts, *[prompts[-1]] * (-num_prompts % mesh.size)]
