@@ -41,8 +41,7 @@ def runs_with_one_seed(name: str, preset: str) -> list[Run]:
 
 
 def test_methods_and_train_lengths_choose_among_the_runs():
-    every = runs_of(EXPERIMENTS["fig2"], Settings())
-    methods = ("rope", "dape1x3-kerple")
+    every, methods = runs_of(EXPERIMENTS["fig2"], Settings()), ("rope", "dape1x3-kerple")
     chosen = runs_of(EXPERIMENTS["fig2"], Settings(methods=methods, train_lengths=(128,)))
     assert chosen == [item for item in every if item.model.method in methods and item.train_length == 128]
     assert 0 < len(chosen) < len(every)
@@ -94,9 +93,8 @@ def test_the_paper_preset_has_the_published_settings_of_the_tasks():
     ours = {(item.model.method, item.model.task) for item in runs}
     assert {each for each in ours if each[1] != "binary_multiplication"} == of_paper
     assert {task for _, task in ours} == set(TASKS)
-    for row in printed["tasks"]:
-        assert TASKS[row["task"]].permutation_invariant == row["permutation_invariant"]
-        assert TASKS[row["task"]].random_accuracy == row["random_accuracy"]
+    for row, name in itertools.product(printed["tasks"], ("permutation_invariant", "random_accuracy")):
+        assert getattr(TASKS[row["task"]], name) == row[name]
     for item in runs[:11]:
         config = TaskRunConfig.from_dict(config_of(item))
         assert (config.train.num_steps, config.train.train_length, config.train.batch_size) == (200_000, 40, 128)
@@ -115,8 +113,7 @@ def test_claims_compare_results_of_runs():
         }
         claims = experiment.claims.values()
         sides = {side for claim in claims for less in claim.comparisons for side in (less.low, less.high)}
-        results = [side for side in sides if isinstance(side, Result)]
-        assert {(model, side.length) for side in results for model in side.models} <= measured
+        assert {(model, side.length) for side in sides if isinstance(side, Result) for model in side.models} <= measured
         assert all(0 < (claim.at_least or 1) <= len(claim.comparisons) for claim in claims)
     assert set(METHODS) == {method for experiment in EXPERIMENTS.values() for method in experiment.methods}
 

@@ -327,7 +327,7 @@ def test_lengths_are_bytes_of_utf8(tmp_path: Path, kind: str):
     assert prepared.record.skipped == counted
 
 
-def test_another_field_and_mixed_files(tmp_path: Path):
+def test_another_field_and_mixed_files(tmp_path: Path, monkeypatch):
     """Python source keeps its mark: published results have the digest of the standard library with such files."""
     write(tmp_path / "a", b'{"a": null}\n', *(json.dumps({"a": {"b": x}}).encode() + b"\n" for x in DOCUMENTS[:20]))
     write(tmp_path / "b.parquet", parquet_file(a=[{"b": text} for text in DOCUMENTS[20:25]]))
@@ -345,6 +345,9 @@ def test_another_field_and_mixed_files(tmp_path: Path):
     assert reasons == [("a", "no text"), ("d.png", "binary file")]
     again = prepare(config(tmp_path, tmp_path / "out", text_field="a.b"))  # the output is in the input
     assert again.corpus.digest == prepared.corpus.digest
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # the tables are not left out
+    with pytest.raises(InputError, match=r"b\.arrow': needs the package pyarrow: pip install"):
+        prepare(config(f"{tmp_path}/a,{tmp_path}/b.*", tmp_path / "without", text_field="a.b"))
 
 
 # one text, few documents, separators, a validation set of the user

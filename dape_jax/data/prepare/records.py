@@ -133,6 +133,8 @@ def read_records(file: InputFile, config: PrepareConfig, is_alone: bool) -> Iter
             if found is not _BLANK:
                 yield number, found
     except DAMAGE as error:
+        if isinstance(error, InputError) and not holds_ids(file.path):  # a package is missing
+            raise
         if isinstance(error, OSError) and (error.errno is not None or is_remote(file.path)):
             raise InputError(f"{file.path}: cannot be read: {error}") from error
         reason = "not Unicode" if isinstance(error, UnicodeError) else "damaged file"
