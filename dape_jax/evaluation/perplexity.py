@@ -72,8 +72,10 @@ def evaluate(
     models = read_models(RunConfig, workdirs, options, mesh, "lengths", "last_tokens", "max_windows")
     protocol = protocol_of(options, models[0].run.evaluation.lengths)
     models = rotary_variants([scored_as(protocol, model) for model in models], options.rotary)
-    fields = ["train.train_length"] * (options.protocol == "delta") + ["evaluation.lengths", "evaluation.last_tokens"]
-    require_same(models, *fields, *["evaluation.max_windows"] * (options.stride is None))  # --stride takes all windows
+    fields = ["train.train_length"] if options.protocol == "delta" else []
+    fields += ["evaluation.lengths", "evaluation.last_tokens"]
+    fields += ["evaluation.max_windows"] if options.stride is None else []  # --stride takes all windows
+    require_same(models, *fields)
     methods_of([model.identity for model in models], options)  # refuses wrong names
 
     store, digests = common_text(models, options.data, options.split, options.verify)

@@ -38,7 +38,9 @@ class PrepareConfig:
     )
     min_length: int = flag(1, "Minimum length of a document in bytes of UTF-8, or in ids for .bin files.")
     max_length: int = flag(2**24, "Maximum length of a document, in the units of --min_length.")
-    validation_fraction: float = flag(0.01, "Share of the documents for validation, by a hash of their content.")
+    validation_fraction: float = flag(
+        0.01, "Share of the documents for validation, by a hash of their content; of few, the end."
+    )
     workers: int = flag(os.cpu_count() or 1, "Number of threads that tokenize; by default one per CPU.")
 
     def __post_init__(self):
