@@ -40,9 +40,10 @@ __all__ += ["dape", "distances", "kerple", "key_convolution"]  # functions of ar
 __all__ += ["AlibiConfig", "FireConfig", "KerpleConfig", "KerplePowerConfig", "SandwichConfig", "T5Config"]
 __all__ += ["CopeConfig", "DapeConfig", "TransformerXLConfig"]  # frozen configs that build NNX modules
 __all__ += ["Llama3Rope", "NtkAware", "PositionInterpolation", "Rope", "Yarn"]
-__all__ += ["BIASES", "PROCESSORS", "InputError"]  # names in config files -> configs
+__all__ += ["BIASES", "PROCESSORS"]  # names in config files -> configs
 __all__ += ["Bias", "BiasConfig", "ContextualBias", "DistanceBias", "Processor", "ProcessorConfig"]  # to subclass
 __all__ += ["Cache", "Transformer", "TransformerConfig", "make_cache"]  # the paper's model
+__all__ += ["InputError"]
 
 
 def __getattr__(name: str) -> Any:

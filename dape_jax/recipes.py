@@ -62,12 +62,14 @@ def _one_line_errors(file: Path) -> Iterator[None]:
     """Raise `InputError` with the line of a config file in which the block raises any other error."""
     try:
         yield
-    except (InputError, OSError, RuntimeError, AssertionError):  # the latter are JAX's, if it has no device
+    except (InputError, OSError, RuntimeError, AssertionError):  # the last two are JAX's, if it has no device
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        line = "".join([f", line {each.lineno}" for each in frames if each.filename == str(file)][-1:])
-        raise InputError(f"config file = {str(file)!r}{line}: {type(error).__name__}: {error}") from error
+        numbers = [frame.lineno for frame in frames if frame.filename == str(file)]
+        where = f"config file = {str(file)!r}" + (f", line {numbers[-1]}" if numbers else "")
+        text = " ".join(re.split(r"(?:\s|\\n)+", str(error)))  # a KeyError's text is quoted, with escapes
+        raise InputError(f"{where}: {type(error).__name__}: {text}") from error
 
 
 def read_config(name: str, arguments: Sequence[str] = (), imports: Sequence[str] = ()) -> dict[str, Any]:
@@ -114,7 +116,7 @@ def _set(config: Any, argument: str) -> None:
     name, equals, text = argument.lstrip("-").partition("=")
     path = name.removeprefix("config.").removesuffix(".name")  # the name of a choice; no other field ends so
     section, _, field = path.rpartition(".")
-    known = list(flatten_dict(spec := config.to_dict(), sep="."))
+    known, value = list(flatten_dict(spec := config.to_dict(), sep=".")), text
     if path == "model.attention" and equals:  # it does not change results, so that it belongs to no recipe's method
         config.model.attention = ConfigDict(choose("attention", text))
         return
@@ -124,12 +126,13 @@ def _set(config: Any, argument: str) -> None:
     try:
         value = read_text(spec, path, text)
     except (LookupError, TypeError, InputError):
-        known.sort(key=lambda each: each.startswith(section))  # of equal names, that of the section is last
-        paths = {each.rpartition(".")[2]: each for each in known}
-        nearest, advice = most_similar(field, paths), "--help lists the sections, --help=SECTION the fields of one"
-        if nearest is not None:
-            advice = f"did you mean --config.{paths[nearest]}?"
-        raise InputError(f"{argument}: the config has no such field; {advice}") from None
+        if path not in known:  # otherwise `read_run` says what is wrong with the config file
+            known.sort(key=lambda each: each.startswith(section))  # of equal names, that of the section is last
+            paths = {each.rpartition(".")[2]: each for each in known}
+            nearest, advice = most_similar(field, paths), "--help lists the sections, --help=SECTION the fields of one"
+            if nearest is not None:
+                advice = f"did you mean --config.{paths[nearest]}?"
+            raise InputError(f"{argument}: the config has no such field; {advice}") from None
     if not equals:
         raise InputError(f"{argument}: must be {argument}=VALUE")
     with config.ignore_type(), config.unlocked():  # `read_run` refuses values of another type

@@ -348,8 +348,9 @@ def test_seeds_are_one_method_with_an_interval_over_seeds_and_documents():
         assert name.endswith(f" - {base} (1 seed), nats")
     assert len(compare("lengths", runs, Options(group_seeds=False))) == 6
     seeds = [run for run in runs if run["name"].startswith("kerple-seed")]
-    with pytest.raises(InputError, match=r"--labels = \['A', 'B'\]: must be one for .* kerple; --group_seeds=no"):
-        methods_of(seeds, Options(labels=("kerple-seed1=A", "kerple-seed0=B")))
+    for labels in (("kerple-seed1=A", "kerple-seed0=B"), ("kerple=A", "kerple=B")):
+        with pytest.raises(InputError, match=r"--labels = \['A', 'B'\]: must be one for .* kerple; --group_seeds=no"):
+            methods_of(seeds, Options(labels=labels))
     with pytest.raises(InputError, match=r"--baseline = 'kerple-seed1': needs another method .* --group_seeds=no"):
         compare("lengths", seeds, Options(baseline="kerple-seed1"))
 

@@ -455,9 +455,10 @@ def test_bad_input_is_named(small_world, monkeypatch, arguments: str, changes: d
 def test_experiments_are_listed_and_shown(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(experiments_main, "use_compilation_cache", lambda *_: None)
     monkeypatch.setattr(run, "run_experiment", lambda *_: [])
+    train = ["configs/small.py:xs,bias=kerple"]
     for arguments, changes, words in (
         (["list"], {}, ["fig1", "table9", "appendixE"]),
-        (["show", "fig5"], {}, ["Note: FIRE's", "configs/small.py:xs,bias=kerple", "2048", "--workdir=runs/"]),
+        (["show", "fig5"], {}, ["Note: FIRE's official settings", *train, "2048", "--workdir=runs/"]),
         (["run", "fig5"], {"results": "mine", "workdirs": str(tmp_path)}, ["experiments report --results=mine"]),
         (["show", "table6"], {"preset": "paper", "tasks": ("odds_first",)}, ["11 runs", "at 1 to 500"]),
     ):

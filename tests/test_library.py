@@ -533,6 +533,7 @@ def test_wrong_arguments_are_named():
     dape = {"processor": DapeConfig().build(H, has_bias=False, rngs=rngs)}
     dense, kerple = {"implementation": Dense}, KerpleConfig().build(H, 4, rngs)
     config, sizes, tokens = TransformerConfig, {"num_layers": 1, "width": 16, "num_heads": 4}, np.ones((B, T), int)
+    module = sizes | {"vocab_size": 11, "bias": kerple}
     model = Transformer(config(**sizes, vocab_size=11), rngs=rngs)
     for function, args, options, words in (
         (attend, (x, x, x, again, again), {}, r"k_pos_S = \[\[9, 0\]\]: must increase.* give segment_ids"),
@@ -551,7 +552,7 @@ def test_wrong_arguments_are_named():
         (model, (tokens, left[3:]), {}, r"pos_T.shape = \(13,\): must be \[T\] = \(16,\)"),
         (model, (tokens, again), {}, r"pos_T = \[\[9, 0\]\]: must increase.* give segment_ids"),
         (model, (tokens, None, tokens[:1]), {}, r"segment_ids.shape = \(1, 16\): must be \[B, S\] = \(2, 16\)"),
-        (config, [], sizes | {"vocab_size": 11, "bias": kerple}, r"^model.bias = Kerple\(.* instance of BiasConfig$"),
+        (config, [], module, r"^model.bias = Kerple\(.*: must be an instance of BiasConfig$"),
     ):
         with pytest.raises(dape_jax.InputError, match=words):
             function(*args, **options)

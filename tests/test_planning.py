@@ -241,7 +241,11 @@ def test_the_printed_command_trains_what_was_planned():
 def test_a_run_is_planned_for_the_devices_of_this_process(tmp_path, capsys):
     planning.print_attached(tiny.spec(tmp_path), ["--config=mine.py", "--workdir=runs/a"])
     printed = capsys.readouterr().out
-    for words in ("# 8 x cpu: ", r"\| fsdp=8 \| none \| yes \|", r"compiled, in GiB a chip: \d\S+ param"):
+    for words in (
+        "# 8 x cpu: ",
+        r"\| fsdp=8 \| none \| yes \|",
+        r"memory         compiled, in GiB a chip: \d\S+ param",
+    ):
         assert re.search(words, printed)
     assert printed.splitlines()[-1] == "train          dape-train --config=mine.py --workdir=runs/a"
 

@@ -139,6 +139,7 @@ OWN_FILES = {
     "def get_config():\n    pass\n": (r"own\.py': .* returns a ConfigDict", ""),
     "def get_config(:\n": (r"own\.py': SyntaxError: invalid syntax \(own\.py, line 1\)", ""),
     "def get_config():\n    return [][0]\n": (r"own\.py', line 2: IndexError: list index out of range", ""),
+    "def get_config():\n    raise KeyError('a\\nb')\n": (r"line 2: KeyError: 'a b'$", ""),
     "def get_config(size):\n    pass\n": (r"own\.py': TypeError: get_config\(\) missing 1 required .* 'size'", ""),
     "def get_config(): return\n": (r"own\.py': TypeError: get_config\(\) takes 0 positional", ":xs"),
 }
@@ -164,6 +165,14 @@ def test_flags_set_fields_of_any_config_file(line: str, tmp_path):
     lines = f"def get_config():\n    c = quickstart.get_config()\n    {line}\n    return c\n"
     (tmp_path / "own.py").write_text(head + lines)
     assert read_config(f"{tmp_path}/own.py", ["--config.optimizer.beta1=0"])["optimizer"]["beta1"] == 0.0
+
+
+def test_a_flag_does_not_hide_what_is_wrong_with_a_config_file(tmp_path):
+    head = "from dape_jax.configs import quickstart\ndef get_config():\n    c = quickstart.get_config()\n"
+    (tmp_path / "own.py").write_text(head + "    c.model.bias = dict(name='mine', p=3)\n    return c\n")
+    spec = follow_corpus(read_config(f"{tmp_path}/own.py", ["--config.model.bias.p=4"]))
+    with pytest.raises(InputError, match=r"model\.bias\.name = 'mine': must be one of .*; --import=MODULE adds"):
+        read_run(spec)
 
 
 @pytest.mark.parametrize("name", ["small.py:xs", "paper.py:125m"])

@@ -76,7 +76,7 @@ class Conventions:
             raise InputError(f"chat_template: {' '.join(str(error).split())}") from error
 
 
-def _content(file: Path | epath.Path) -> dict[str, Any]:
+def _content(file: Path) -> dict[str, Any]:
     return read_json(file) if file.exists() else {}
 
 
@@ -126,8 +126,11 @@ def conventions_of(directory: Path, config: dict[str, Any], tokenizer: Tokenizer
 
 def saved_conventions(workdir: epath.PathLike) -> Conventions:
     """Return the conventions of a run; the defaults if it has none."""
-    fields = _content(epath.Path(workdir) / CONVENTIONS_FILE)
-    fields |= {"end_tokens": tuple(fields.get("end_tokens", ()))}
+    file = epath.Path(workdir) / CONVENTIONS_FILE
+    if not file.exists():
+        return Conventions()
+    fields = read_json(file)
+    fields["end_tokens"] = tuple(fields["end_tokens"])
     return Conventions(**fields)
 
 

@@ -46,7 +46,7 @@ class Options:
     )
     stride: int | None = flag(
         None,
-        "Score each token of every document but its first once, in windows of the only length that advance by this "
+        "Score each token of every document once, except the first, in windows of the only length that advance by this "
         "number of tokens, as in Hugging Face's guide. Windows without overlap do not score their first tokens. With "
         "--bos, documents begin with the token.",
     )

@@ -187,7 +187,10 @@ def common_text(
         stores = corpora[-1].train | corpora[-1].validation
         (tokenizer,) = {store.sidecar.tokenizer for store in stores.values()}
         texts[model.name] = f"{', '.join(stores)} as {tokenizer}"
-    allowed = "must be one text (--data=TEXT) and tokenizer; bits_per_byte compares different ones, evaluated alone"
+    allowed = (
+        "must be the same text and tokenizer for all; --data=TEXT scores all runs of one tokenizer on one text; "
+        "to compare different tokenizers, evaluate each run alone, and read bits_per_byte"
+    )
     scored = [[store.sidecar.digest for store in each.stores(split)] for each in corpora]
     require(scored.count(scored[0]) == len(models), "data", texts, allowed)
     stores = corpora[0].stores(split)

@@ -64,21 +64,25 @@ def methods_of(runs: Results, options: Options) -> list[Method]:
         repeated[same, known["seed"]] += 1  # runs of one seed are not one method: their seeds are no sample
         key = (same, repeated[same, known["seed"]]) if options.group_seeds else number
         grouped.setdefault(key, []).append(run)
-    labels = dict(label.split("=", 1) for label in options.labels)
+    labels = [label.split("=", 1) for label in options.labels]
     names = dict.fromkeys(sorted({run["name"] for run in runs}))
-    methods, commons = [], [(_common_name(runs), (ABSENT | runs[0])["task"]) for runs in grouped.values()]
-    for of_method, (common, task) in zip(grouped.values(), commons, strict=True):
+    tasks = [(ABSENT | of_method[0])["task"] for of_method in grouped.values()]
+    shared = list(zip(map(_common_name, grouped.values()), tasks, strict=True))
+    methods = []
+    for of_method, (name, task) in zip(grouped.values(), shared, strict=True):
         first, *others = of_method
-        is_clear = not others or (common and commons.count((common, task)) == 1)
-        name = common if is_clear else f"{first['name']} and {len(others)} more"
+        if others and (not name or shared.count((name, task)) > 1):
+            name = f"{first['name']} and {len(others)} more"
         known = {name}.union(*map(_names_of, of_method))
         names[name] = None
-        (label, *more) = dict.fromkeys(labels[each] for each in labels if each in known) or [name]
+        given = list(dict.fromkeys(label for each, label in labels if each in known))
         advice = f"must be one for all runs of {name}; --group_seeds=no makes a method of each run"
-        require(not more, "--labels", [label, *more], advice)
+        require(len(given) <= 1, "--labels", given, advice)
         # Escaped where it is not UTF-8, as the files and figures are.
-        methods.append(Method(name, known, printable(label), task, of_method))
-    for field, given in (("labels", list(labels)), ("baseline", [options.baseline] if options.baseline else [])):
+        label = printable(given[0] if given else name)
+        methods.append(Method(name, known, label, task, of_method))
+    of_labels, of_baseline = [each for each, _ in labels], [options.baseline] if options.baseline else []
+    for field, given in (("labels", of_labels), ("baseline", of_baseline)):
         for each in given:
             is_known = any(each in method.names for method in methods)
             require(is_known, f"--{field}", each, f"must be one of the runs {', '.join(names)}")
@@ -109,7 +113,9 @@ def _common_name(runs: list[Run]) -> str:
         common += parts if len(parts) == 1 else []
     above = {epath.Path((ABSENT | run)["workdir"] or "").parent.name for run in runs}
     name = above.pop() if common == [""] and len(above) == 1 else "/".join(filter(None, common))
-    return name and name + suffix if len(runs) > 1 else names[0]
+    if len(runs) == 1:
+        return names[0]
+    return name + suffix if name else ""
 
 
 def _pairs(runs: list[Run], others: list[Run]) -> tuple[list[Run], list[Run]]:
@@ -135,7 +141,10 @@ def saved_scores(runs: Sequence[Run]) -> Scores:
     require(has_windows, "positions", [run["name"] for run in runs], allowed)
     nats = np.array([[each["window_nats"] for each in of_run] for of_run in of_runs]).swapaxes(1, 2)
     first, num_windows = of_runs[0], nats.shape[1]
-    tokens = [each.get("window_tokens", [each["num_tokens"] // num_windows] * num_windows) for each in first]
+    tokens = [
+        each["window_tokens"] if "window_tokens" in each else [each["num_tokens"] // num_windows] * num_windows
+        for each in first
+    ]
     places = [each["last"] if "last" in each else each["length"] for each in first]
     num_bytes = [each["num_bytes"] for each in first if "num_bytes" in each] or None
     return Scores(np.array(runs[0]["documents"]), places, nats, np.array(tokens).T, num_bytes)

@@ -166,16 +166,22 @@ def write_tokenizer(tokenizer: Tokenizer, conventions: Conventions, directory: P
     """Write `tokenizer.json` and its config, without a maximum length; for `Bytes` with one token per byte."""
     parsed = json.loads(byte_tokenizer_json() if isinstance(tokenizer, Bytes) else tokenizer.content)
     if conventions.adds_bos != (tokenizer.first_token is not None):  # as the source's add_bos_token says
-        first = [token for token in (conventions.bos_token,) if token and conventions.adds_bos]
-        ids = [(token, tokenizer.id_of(token)) for token in first]
+        first = [conventions.bos_token] if conventions.adds_bos else []
+        ids = [(token, conventions.bos_id(tokenizer)) for token in first]
         processor = tokenizers.processors.TemplateProcessing([*first, "$A"], special_tokens=ids)
         parsed["post_processor"] = json.loads(processor.__getstate__())
     (directory / TOKENIZER_FILE).write_text(json.dumps(parsed, ensure_ascii=False) + "\n", encoding="utf-8")
     (end,) = [token["content"] for token in parsed["added_tokens"] if token["id"] == tokenizer.end_of_document]
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    config |= {"bos_token": conventions.bos_token or end, "eos_token": conventions.eos_token or end, "pad_token": end}
-    config |= {**conventions.other_tokens, "padding_side": conventions.padding_side}
-    config |= {"model_input_names": ["input_ids", "attention_mask"]}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "bos_token": conventions.bos_token or end,
+        "eos_token": conventions.eos_token or end,
+        "pad_token": end,
+        **conventions.other_tokens,
+        "padding_side": conventions.padding_side,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
     write_json(directory / "tokenizer_config.json", config)
     if conventions.chat_template is not None:
         (directory / TEMPLATE_FILE).write_text(conventions.chat_template, encoding="utf-8")

@@ -38,4 +38,7 @@ def train_batches(
 def validation_batches(config: TaskConfig, *, longest: int, batch_size: int, num_batches: int) -> list[Batch]:
     """Return the fixed validation batches; their lengths are evenly spaced and end with `longest`."""
     lengths = np.linspace(1, longest, num_batches + 1)[1:].round().astype(int)
-    return [draw_tapes(config, VALIDATION, number, batch_size, length=int(N)) for number, N in enumerate(lengths)]
+    return [
+        draw_tapes(config, VALIDATION, number, batch_size, length=length)
+        for number, length in enumerate(lengths.tolist())
+    ]

@@ -39,12 +39,12 @@ logger = logging.getLogger(__name__)
 # BadGzipFile is an OSError, UnicodeError and InputError are ValueErrors; pyarrow's errors are of the first four kinds.
 DAMAGE = (EOFError, NotImplementedError, OSError, ValueError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 
-_LONG = zstd.DecompressionParameter.window_log_max  # files of `zstd --long` need more than the default
+_WINDOW = zstd.DecompressionParameter.window_log_max  # files of `zstd --long` need more than the default
 _COMPRESSIONS: dict[bytes, Callable[..., Any]] = {  # first bytes, as a pattern, and how to open
     rb"\x1f\x8b": gzip.open,
     rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": lambda file: io.BufferedReader(_Streams(bz2.BZ2Decompressor, file)),
     rb"\xfd7zXZ\x00": lambda file: io.BufferedReader(_Streams(lzma.LZMADecompressor, file)),
-    rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18": functools.partial(zstd.open, options={_LONG: _LONG.bounds()[1]}),
+    rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18": functools.partial(zstd.open, options={_WINDOW: _WINDOW.bounds()[1]}),
 }
 _HEAD_BYTES = 8192
 # Metadata of `save_to_disk`, and results of `map` and `filter` beside the rows that these were computed from.
@@ -111,8 +111,8 @@ def _find_local(path: str) -> list[str]:
         found = list(_walk(root)) if os.path.isdir(root) else [root]
     else:
         found = list(map(os.path.abspath, _matches(os.path.expanduser(path))))
-        if "**" not in path and (folders := ", ".join(filter(os.path.isdir, found))):
-            logger.warning("directories that match %r left out: %s; '**' descends into them", path, folders)
+        if "**" not in path and (folders := sorted(filter(os.path.isdir, found))):
+            logger.warning("directories that match %r left out, such as %s; '**' descends into them", path, folders[0])
     files = sorted(found)
     if missing := [file for file in files if not os.path.exists(file)]:  # as git-annex leaves files that it did not get
         logger.warning("%d links without a file left out, such as %s", len(missing), missing[0])
