@@ -266,6 +266,13 @@ def test_a_damaged_step_is_skipped_moved_aside_and_kept(workdir, caplog, kind):
     assert message in (workdir / "damaged" / "3-2.txt").read_text()
 
 
+def test_a_step_that_training_deletes_before_it_is_read_is_named(workdir):
+    step, _ = checkpoint.restore_config(workdir, "1")
+    shutil.rmtree(workdir / "checkpoints" / "1")
+    with pytest.raises(InputError, match=r"^step = '1': deleted .* train.max_to_keep .*; the steps are \['3', '2'\]$"):
+        checkpoint.restore_params(workdir, step, abstract(small_state(step)).params)
+
+
 def test_an_older_damaged_step_is_moved_too_and_is_never_the_best(workdir, caplog):
     (workdir / "checkpoints" / "2" / "metrics" / "metrics").write_text('{"validation_nats": 0.1}')
     assert checkpoint.restore_config(workdir, "best")[0] == 3

@@ -128,7 +128,7 @@ def watch(workdir: epath.Path, output: epath.Path, run: Callable[[str, epath.Pat
         except InputError:
             if step in checkpoint.step_names(workdir):
                 raise
-            logger.warning("step %s: deleted before it was evaluated", step)
+            logger.warning("step %s: deleted before it was evaluated; a larger train.max_to_keep keeps more", step)
 
 
 def command() -> None:

@@ -368,11 +368,14 @@ def restore_params(workdir: epath.PathLike, step: int, abstract: Params) -> Para
 
 
 def restore_items(workdir: epath.PathLike, step: int, **items: Any) -> dict[str, Any]:
-    """Read some items of a step, each named with Orbax's arguments; raise `InputError` if it is damaged."""
+    """Read some items of a step, each named with Orbax's arguments; raise `InputError` if it is damaged or deleted."""
     try:
         return _read(workdir, str(step), **items)
     except DamagedError as error:
-        raise InputError(f"step = '{step}': {error}; the steps are {step_names(workdir)}") from error
+        steps = step_names(workdir)
+        deleted = "deleted since by its training, which keeps train.max_to_keep steps; run this again"
+        reason = error if str(step) in steps else deleted
+        raise InputError(f"step = '{step}': {reason}; the steps are {steps}") from error
 
 
 def _read(workdir: epath.PathLike, name: str, **items: Any) -> dict[str, Any]:
