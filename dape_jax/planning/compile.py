@@ -12,7 +12,6 @@ import os
 import re
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ def in_process(function: Callable[[Any], dict[str, Any]], request: Any, libtpu: 
     os.environ["JAX_PLATFORMS"] = "cpu"
     with tempfile.NamedTemporaryFile("r", suffix=".log", encoding="utf-8", errors="replace") as log:
         context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(1, context, _start, (log.name,)) as pool:
+        with concurrent.futures.ProcessPoolExecutor(1, context, _redirect_messages, (log.name,)) as pool:
             try:
                 return pool.submit(function, request).result()
             except concurrent.futures.process.BrokenProcessPool:
@@ -57,12 +56,8 @@ def in_process(function: Callable[[Any], dict[str, Any]], request: Any, libtpu: 
                 return {"fits": False, "reason": f"the compiler ended its process: {last[:300]}"}
 
 
-def _start(log: str) -> None:
-    """Redirect the compiler's messages to a file, and end this process when its parent ends."""
+def _redirect_messages(log: str) -> None:
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), sys.stderr.fileno())
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def find_libtpu() -> Path:
