@@ -19,7 +19,6 @@ from jaxtyping import Float64, Int
 
 from dape_jax import command_line
 from dape_jax.command_line import flag
-from dape_jax.errors import require
 from dape_jax.evaluation.perplexity import compile_lengths, score_windows
 from dape_jax.evaluation.trained import require_same, restore
 from experiments.repetition import latest_match
@@ -37,13 +36,6 @@ class Settings:
     match: int = flag(8, "Tokens that must be equal before a token is copied.")
     windows: int = flag(256, "Maximum number of windows.")
     output: str = flag("results/copying", "Result directory.")
-
-    def __post_init__(self):
-        require(len(self.workdir) > 1, "--workdir", self.workdir, "must be two or more")
-        for field in ("match", "windows"):
-            require(getattr(self, field) > 0, f"--{field}", getattr(self, field), "must be positive")
-        allowed = f"must be longer than --match = {self.match}"
-        require(bool(self.lengths) and min(self.lengths) > self.match, "--lengths", self.lengths, allowed)
 
 
 def classes_of(tokens: Int[np.ndarray, "N"], match: int, scored: int, train_length: int) -> Int[np.ndarray, "scored"]:

@@ -30,7 +30,6 @@ from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.data.store import TokenStore
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
-from dape_jax.errors import require
 from dape_jax.evaluation.perplexity import Window, compile_lengths, score_windows
 from dape_jax.evaluation.statistics import NllByLength
 from dape_jax.evaluation.trained import restore
@@ -52,11 +51,6 @@ class Settings:
     depths: int = flag(5, "Number of depths, evenly spaced from 0 to 1.")
     windows: int = flag(128, "Number of windows of each length and depth.")
     output: str = flag("results/needle", "Result directory.")
-
-    def __post_init__(self):
-        require(self.depths > 1, "--depths", self.depths, "must be 2 or more")
-        require(self.windows > 0, "--windows", self.windows, "must be positive")
-        require(bool(self.lengths) and min(self.lengths) >= 96, "--lengths", self.lengths, "must be 96 or more")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,6 @@ from jaxtyping import Int
 from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.data.store import DataConfig, TokenStore, follow_corpus
-from dape_jax.errors import require
 from dape_jax.evaluation.perplexity import choose_windows
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory
@@ -45,14 +44,6 @@ class Settings:
     scored: int = flag(256, "Tokens that are scored at the end of a window.")
     windows: int = flag(256, "Maximum number of windows.")
     output: str = flag("results/repetition", "Result directory.")
-
-    def __post_init__(self):
-        for field in ("match", "scored", "windows"):
-            require(getattr(self, field) > 0, f"--{field}", getattr(self, field), "must be positive")
-        increasing = self.lengths == tuple(sorted(set(self.lengths)))
-        require(bool(self.lengths) and increasing, "--lengths", self.lengths, "must be one or more, increasing")
-        allowed = f"must be longer than --match = {self.match}"
-        require(self.lengths[0] > self.match, "--lengths", self.lengths, allowed)
 
 
 def latest_match(

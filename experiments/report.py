@@ -9,21 +9,21 @@ Lengths in claims and groups are the paper's; tables and figures divide them by 
 
 import functools
 import json
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from dape_jax.errors import require
-from dape_jax.evaluation.report import FIXED_BELOW, json_values, markdown_table
+from dape_jax.evaluation.report import json_values, markdown_table
 from dape_jax.files import write_json
 from dape_jax.tasks import TASKS
 from experiments.catalogue import EXPERIMENTS
 from experiments.claims import NOT_IN_PAPER, Claim, Result
 from experiments.plots import UNITS, experiment_figure, write_png
-from experiments.runs import Group, Series, lookup_in, mean_of, paper_groups, read_groups
+from experiments.runs import Group, Series, lookup_in, paper_groups, read_groups
 from experiments.verdicts import MIN_SEEDS, VERDICTS, Judgement, describe, difference, format_difference, judge
 
 Content = dict[str, Any]  # of a claim, or of a group, in report.json
@@ -250,10 +250,9 @@ def format_spread(values: Sequence[float]) -> str:
     """Return the mean and half the range over seeds, or "" without values."""
     if not values:
         return ""
-    mean, half = mean_of(values), (max(values) - min(values)) / 2
-    form = ".2f" if abs(mean) < 1000 else ".0f" if abs(mean) < FIXED_BELOW else ".2g"
-    spread = f" ±\N{NO-BREAK SPACE}{half:{form}}" if len(values) > 1 and math.isfinite(mean) else ""
-    return f"{mean:{form}}{spread}"
+    mean, half = fmean(values), (max(values) - min(values)) / 2
+    form = ".2f" if abs(mean) < 1000 else ".0f"
+    return f"{mean:{form}}" + (f" ±\N{NO-BREAK SPACE}{half:{form}}" if len(values) > 1 else "")
 
 
 # Spaces at which no line is broken: inside an interval, beside a unit, between two numbers.

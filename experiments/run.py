@@ -10,8 +10,6 @@ except for interrupted step times, which are comparable only if measured togethe
 import dataclasses
 import itertools
 import logging
-import os
-import re
 import statistics
 import time
 from pathlib import Path
@@ -27,7 +25,6 @@ from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.perplexity import evaluate
 from dape_jax.files import exclusive_lock, read_json
 from dape_jax.model.flops import model_flops_per_token
-from dape_jax.model.transformer import model_structure
 from dape_jax.provenance import make_results_directory, provenance
 from dape_jax.recipes import RECIPES, read_module
 from dape_jax.sharding import device_platform
@@ -175,14 +172,11 @@ class PlannedRun:
         """Return the run's line: what was run, the results, and their provenance."""
         run, (method, paper_size, task, paper_length) = self.run, self.run.model
         of_text = {"paper_size": paper_size, "size": run.size, "paper_train_length": paper_length}
-        return {
-            **{"key": self.identity(), "data": self.data_digest, "method": method},
-            **({"task": task} if task else of_text),
-            **{"train_length": run.train_length, "seed": run.seed, "metric": self.metric},
-            **{"train_command": train_command(run), "wall_seconds": round(seconds, 1), **results},
-            **provenance("flax", "optax"),
-            "config": resolved(self.config),
-        }
+        about = {"key": self.identity(), "data": self.data_digest, "method": method}
+        about |= {"task": task} if task else of_text
+        about |= {"train_length": run.train_length, "seed": run.seed, "metric": self.metric}
+        about |= {"train_command": train_command(run), "wall_seconds": round(seconds, 1)}
+        return about | results | provenance("flax", "optax") | {"config": resolved(self.config)}
 
 
 def plan_runs(name: str, settings: Settings) -> list[PlannedRun]:
@@ -193,17 +187,13 @@ def plan_runs(name: str, settings: Settings) -> list[PlannedRun]:
     allowed = f"must be the text to train on; the preset {settings.preset!r} has no default"
     require(bool(experiment.tasks or data), "--data", settings.data, allowed)
     configs = [read_run(config_of(run)) for run in runs]
-    for config in configs:
-        model_structure(config.model)
     # The digest of a text, or of a task's strings, must be the same for every seed.
     unseeded = [dataclasses.replace(config.data, seed=0) for config in configs]
     digests = {
         each: load_corpora(each).digest if isinstance(each, DataConfig) else tapes.digest(each)
         for each in set(unseeded)
     }
-    # The last component of the text's path is its name in results/.
-    text = re.sub(r"[^\w.-]", "_", Path(os.path.expanduser(data)).name) or "text"
-    group = settings.preset if experiment.tasks else f"{settings.preset}-{text}"
+    group = settings.preset if experiment.tasks else f"{settings.preset}-{Path(data).name}"
     return [
         PlannedRun(run, experiment.metric, config, digests[each], group)
         for run, config, each in zip(runs, configs, unseeded, strict=True)
@@ -225,15 +215,15 @@ def run_experiment(name: str, settings: Settings) -> list[PlannedRun]:
         needed = {(item.data_digest, item.metric) for item in planned}
         every = [run for groups in stored.values() for runs in groups.values() for run in runs.values()]
         finished = {identity_of_stored(run): run for run in every if (run["data"], run["metric"]) in needed}
-        missing = [item for item in planned if item.run.name not in own]
-        unfinished = [item for item in missing if item.identity() not in finished]
-        for item in (item for item in missing if item.identity() in finished):
-            logger.info("%s: stored already, by another experiment", item.run.name)
-            add_run(results, name, item.group, item.run.name, finished[item.identity()])
+        unfinished = []
+        for item in (item for item in planned if item.run.name not in own):
+            if item.identity() in finished:  # of another experiment
+                add_run(results, name, item.group, item.run.name, finished[item.identity()])
+            else:
+                unfinished.append(item)
         logger.info("%s: %d runs, %d of them finished", name, len(planned), len(planned) - len(unfinished))
-        # Step times are comparable if they are measured together: for the models of one size and seed.
         is_timed, batches = planned[0].metric == "step_ms", [[item] for item in unfinished]
-        if is_timed:
+        if is_timed:  # together for the models of one size and seed, or they are not comparable
             by_size = itertools.groupby(planned, lambda item: (item.run.seed, item.run.size))
             batches = [batch for batch in (list(items) for _, items in by_size) if any(x in unfinished for x in batch)]
         for number, batch in enumerate(batches, 1):
@@ -282,15 +272,12 @@ def train_and_evaluate(item: PlannedRun, workdirs: Path) -> dict[str, Any]:
 
 
 def step_milliseconds(batch: list[PlannedRun]) -> list[dict[str, Any]]:
-    """Return the median and quartiles of each model's step times on random tokens, measured in turns."""
+    """Return the times of each model's steps on random tokens, measured in turns, and their median."""
     from benchmarks.step import Step  # imports settings of memory on a GPU, which are not those of training
 
     steps = [Step(item.config) for item in batch if isinstance(item.config, RunConfig)]
     with tqdm(total=TIMED_STEPS * len(steps), desc="timing", unit="step") as bar:
         for _, step in itertools.product(range(TIMED_STEPS), steps):
             step.take_turn(1, bar)
-    results = []
-    for each in ([1000 * seconds for seconds in step.seconds] for step in steps):
-        low, median, high = statistics.quantiles(each, n=4)
-        results.append({"step_ms": median, "step_ms_quartiles": [low, high], "step_ms_each": each})
-    return results
+    times = [[1000 * seconds for seconds in step.seconds] for step in steps]
+    return [{"step_ms": statistics.median(each), "step_ms_each": each} for each in times]

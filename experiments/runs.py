@@ -23,10 +23,8 @@ import numpy as np
 
 from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, read_run
 from dape_jax.errors import require
-from dape_jax.evaluation.report import FIXED_BELOW
 from dape_jax.evaluation.trained import fields_without
 from dape_jax.files import json_digest, write_atomically
-from dape_jax.storage import read_errors
 from experiments.catalogue import EXPERIMENTS
 from experiments.claims import NOT_IN_PAPER, Model, Result
 from experiments.methods import PRESETS
@@ -77,12 +75,11 @@ def identity_of_stored(run: Run, *, seeds: bool = True) -> str:
 
 def read_lines(file: Path) -> list[Run]:
     """Return the lines of a compressed file of JSON lines; none if it does not exist."""
-    with read_errors("--results", str(file)):
-        return [json.loads(line) for line in zstd.decompress(file.read_bytes()).splitlines()] if file.exists() else []
+    return [json.loads(line) for line in zstd.decompress(file.read_bytes()).splitlines()] if file.exists() else []
 
 
 def write_lines(file: Path, lines: list[Run]) -> None:
-    """Write a compressed file of JSON lines atomically."""
+    """Write a compressed file of JSON lines."""
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
     write_atomically(file, zstd.compress(text.encode(), level=19))
 
@@ -243,11 +240,6 @@ def measured(run: Run, metric: str, divisor: int) -> tuple[dict[int, float], dic
     values = {divisor * result["length"]: float(result["delta"]) for result in run["deltas"]}
     local = rows[run["train_length"]]
     return values, {at: Sample(units, np.stack([local, rows[at // divisor]], axis=1)) for at in values}
-
-
-def mean_of(values: Sequence[float]) -> float:
-    """Return the mean; infinity or NaN where `fmean` would raise: for infinities, or sums too large for a float."""
-    return fmean(values) if max(map(abs, values)) < FIXED_BELOW else sum(values) / len(values)
 
 
 def lookup_in(group: Group) -> Lookup:

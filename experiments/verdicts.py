@@ -189,7 +189,7 @@ def difference(less: Less, lookup: Lookup, metric: str) -> Difference | None:
             p_less, p_more = (float((1 + np.sum(reversed_)) / (1 + DRAWS)) for reversed_ in (drawn >= 0, drawn <= 0))
     unit = "%" if is_log(metric) else ""
     if unit:
-        mean, low, high = (100 * (math.inf if n > 700 else math.expm1(n)) for n in (mean, low, high))
+        mean, low, high = (100 * math.expm1(n) for n in (mean, low, high))
     return Difference(less, mean, low, high, p_less, p_more, len(seeds), unit)
 
 

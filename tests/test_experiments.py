@@ -273,6 +273,9 @@ def test_finished_runs_are_reused_and_a_killed_experiment_resumes(small_world, t
     caplog.set_level("INFO", "dape_jax")  # as the command line does
 
     def killed(*arguments):
+        for name, changes in (("--results", {"workdirs": small_world["workdirs"] + "/other"}), ("--workdirs", {})):
+            with pytest.raises(InputError, match=f"^{name}.*in use by another process"):
+                run_tiny("one" if changes else "two", small_world | changes)
         raise KeyboardInterrupt
 
     results = Path(small_world["results"])
@@ -331,18 +334,6 @@ def test_finished_runs_are_reused_and_a_killed_experiment_resumes(small_world, t
     assert len(trained) == 6
 
 
-def test_two_processes_cannot_use_one_directory(small_world, monkeypatch):
-    def train_and_evaluate(item, workdirs):
-        for name, changes in (("--results", {"workdirs": small_world["workdirs"] + "/other"}), ("--workdirs", {})):
-            with pytest.raises(InputError, match=f"^{name}.*in use by another process"):
-                run_tiny("one" if changes else "two", small_world | changes)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run, "train_and_evaluate", train_and_evaluate)
-    with pytest.raises(KeyboardInterrupt):
-        run_tiny("one", small_world, (0,))
-
-
 def test_a_report_needs_runs_of_the_catalogue(small_world, trained):
     run_tiny("one", small_world)
     file = Path(small_world["results"]) / "one" / runs.FILE
@@ -354,9 +345,6 @@ def test_a_report_needs_runs_of_the_catalogue(small_world, trained):
     file.unlink()
     with pytest.raises(InputError, match=r"run of .*two.* = 'alibi-xs-T16-seed0': must be in .*one"):
         report.write(file.parents[1])
-    file.write_bytes(b"a part of a file")
-    with pytest.raises(InputError, match=f"^--results = '{file}': cannot be read: ZstdError"):
-        read_lines(file)
 
 
 def test_accuracy_is_measured_and_reported_by_task(small_world):
@@ -405,27 +393,23 @@ def test_perplexity_delta_and_time_are_measured(small_world, monkeypatch):
     assert [each["step_ms"] for each in run_tiny("time", small_world, (0,))] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan, 1.7e308], ids=str)
+@pytest.mark.parametrize(("value", "shown"), [(math.inf, "inf"), (math.nan, "nan")])
 @pytest.mark.parametrize("metric", ["perplexity", "delta"])
-def test_models_that_diverged_are_in_the_report(small_world, monkeypatch, metric: str, value: float):
-    """One seed, then both, of a method diverged: figures leave it out, tables name it, and the JSON is valid."""
+def test_models_that_diverged_are_in_the_report(small_world, monkeypatch, metric: str, value: float, shown: str):
+    """One seed of a method diverged: figures leave it out, tables name it, and the JSON is valid."""
     monkeypatch.setitem(EXPERIMENTS, "one", dataclasses.replace(EXPERIMENTS["one"], metric=metric))
     diverged, small = length_result(32, value) | {"delta": -value}, length_result(16, 3.0) | {"delta": 1.0}
-    planned = run.plan_runs("one", Settings("tiny", **small_world))
-    for seeds in ((0,), (0, 1)):
-        results = Path(f"{small_world['results']}-{len(seeds)}")
-        for item in planned:
-            is_diverged = item.run.model.method == "kerple" and item.run.seed in seeds
-            of_run = [small, diverged if is_diverged else small | {"length": 32}]
-            content = item.content(json_values({"documents": [0], "lengths": of_run, "deltas": of_run[1:]}), 1.0)
-            add_run(results, "one", item.group, item.run.name, content)
-        page = report.write(results).read_text()
-        (group,) = json.loads((results / "one" / "report.json").read_text(), parse_constant=pytest.fail).values()
-        found = float(group["series"][0]["values"]["0"]["32"])
-        assert found == pytest.approx(value if metric == "perplexity" else -value, nan_ok=True)
-        (row,) = [line for line in page.splitlines() if line.startswith("| kerple | 16 |")]
-        assert len(row) < 100
-        assert ("nan" if math.isnan(value) else "inf" if value == math.inf or len(seeds) == 2 else "e+307") in row
+    results = Path(small_world["results"])
+    for item in run.plan_runs("one", Settings("tiny", **small_world)):
+        is_diverged = (item.run.model.method, item.run.seed) == ("kerple", 0)
+        of_run = [small, diverged if is_diverged else small | {"length": 32}]
+        content = item.content(json_values({"documents": [0], "lengths": of_run, "deltas": of_run[1:]}), 1.0)
+        add_run(results, "one", item.group, item.run.name, content)
+    (row,) = [line for line in report.write(results).read_text().splitlines() if line.startswith("| kerple | 16 |")]
+    assert shown in row
+    (group,) = json.loads((results / "one" / "report.json").read_text(), parse_constant=pytest.fail).values()
+    found = float(group["series"][0]["values"]["0"]["32"])
+    assert found == pytest.approx(value if metric == "perplexity" else -value, nan_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -434,7 +418,6 @@ def test_models_that_diverged_are_in_the_report(small_world, monkeypatch, metric
         ("run fig99", {}, ["run = 'fig99'", "fig2"]),
         ("run table6", {"data": "stdlib"}, ["--data", "stdlib", "must be empty"]),
         ("run fig2", {"tasks": ("even_pairs",)}, ["--tasks", "even_pairs", "must be empty"]),
-        ("run fig2", {"methods": ("rope", "rope")}, ["--methods", "rope", "duplicates"]),
         ("run fig2", {"train_lengths": (128, 512)}, ["--train_lengths", "512", "[32, 128]"]),
         ("run fig3", {"methods": ("rope",), "train_lengths": (64,)}, ["--methods, --train_lengths", "rope", "64"]),
         ("run fig2", {"preset": "huge"}, ["--preset", "huge", "small"]),
