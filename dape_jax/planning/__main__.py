@@ -35,7 +35,6 @@ class Settings:
 
     def __post_init__(self):
         require(0 < self.utilisation <= 1, "--utilisation", self.utilisation, "must be above 0, and at most 1")
-        require(self.output != "", "--output", self.output, "must be a directory")
         require_local(self.output or "", "--output")
 
 

@@ -78,14 +78,13 @@ def attention_maps(given: MapsFlags) -> epath.Path:
     """
     length, workdir = given.length, to_path(given.workdir, "--workdir")
     text = None if given.text is None else to_path(given.text, "--text")
-    output = to_path(given.output, "--output") if given.output else None
     require(length >= 2, "length", length, "must be at least 2 tokens")
     trained = read_trained(workdir, given.step, {})
     trained.run.model.check_length("length", length)
     default = trained.workdir / "attention_maps" / f"step-{trained.step}-length-{length}"
     tokens_T, source = read_tokens(trained, length, text)
     names = token_names(saved_tokenizer(workdir), tokens_T)
-    output = make_results_directory(output or default)
+    output = make_results_directory(to_path(given.output, "--output") if given.output else default)
 
     blockwise = Blockwise(trained.run.evaluation.block_size, num_buckets=4)
     config = dataclasses.replace(trained.run.model, attention=blockwise)
