@@ -84,12 +84,12 @@ def most_similar(name: str, known: Iterable[str]) -> str | None:
 
 
 def positive(config: object, section: str, *fields: str) -> None:
-    """Raise `InputError` unless each of these fields of a config dataclass is above 0.
+    """Raise `InputError` unless each of these fields of a config dataclass is above 0, or None.
 
     positive(self, "model", "num_layers", "width")
     """
-    values = {field: getattr(config, field) for field in fields}
-    wrong = [f"{section}.{field} = {value!r}: must be positive" for field, value in values.items() if not value > 0]
+    given = {field: value for field in fields if (value := getattr(config, field)) is not None}
+    wrong = [f"{section}.{field} = {value!r}: must be positive" for field, value in given.items() if not value > 0]
     if wrong:
         raise InputError(*wrong)
 
