@@ -89,9 +89,9 @@ def _text(value: Any) -> str:
 
 
 def meanings_of(cls: type) -> dict[str, str]:
-    """Return the comments beside and above the fields of a dataclass."""
+    """Return the comments beside and above the fields of a dataclass or named tuple."""
     found: dict[str, str] = {}
-    for each in [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]:
+    for each in [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base) or hasattr(base, "_fields")]:
         above: list[str] = []
         source = inspect.getsource(each)
         indent = re.findall(r"\n([ \t]+)", source)[0]  # of a user's module, perhaps two spaces

@@ -83,7 +83,7 @@ def docstring_to_rst(app, what, name, obj, options, lines):
     """
     if inspect.isclass(obj) and (module := getattr(obj, "module", None)):
         lines += ["", *(inspect.getdoc(module) or "").splitlines()]
-    if inspect.isclass(obj) and dataclasses.is_dataclass(obj):
+    if inspect.isclass(obj) and (dataclasses.is_dataclass(obj) or hasattr(obj, "_fields")):
         meanings = [f"    {name}: {meaning}" for name, meaning in meanings_of(obj).items() if meaning]
         lines += ["", "Args:", *meanings] if meanings else []
     converted, block, in_section = [], [], False

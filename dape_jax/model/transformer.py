@@ -109,17 +109,11 @@ FOLLOWS: Any = None  # default of a field whose value follows from other fields
 
 
 class LayerKind(NamedTuple):
-    """Options in which the layers of a model may differ.
+    """Options in which the layers of a model may differ."""
 
-    Args:
-        rotary: rotary embedding of queries and keys.
-        mask: which keys a query sees.
-        num_layers: number of layers with these options.
-    """
-
-    rotary: NoRotary | Rope
-    mask: Mask
-    num_layers: int
+    rotary: NoRotary | Rope  # rotary embedding of queries and keys
+    mask: Mask  # which keys a query sees
+    num_layers: int  # number of layers with these options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,19 +191,17 @@ class TransformerConfig:
         heads, width = self.num_heads, self.width
         allowed = f"must divide model.width = {width} if model.head_dim is None"
         require(self.head_dim is not None or width % heads == 0, "model.num_heads", heads, allowed)
-        allowed = "must be below 2**30 if model.mlp_width, four times as much, is None"
-        require(self.mlp_width is not None or width < 2**30, "model.width", width, allowed)
-        follows = {"num_kv_heads": heads, "head_dim": width // heads, "mlp_width": 4 * width}
-        follows |= {"num_outputs": self.vocab_size}
-        for field, value in follows.items():
+        automatic = {"num_kv_heads": heads, "head_dim": width // heads, "mlp_width": 4 * width}
+        automatic |= {"num_outputs": self.vocab_size}
+        for field, value in automatic.items():
             if getattr(self, field) is None:
                 object.__setattr__(self, field, value)
-        positive(self, "model", *follows)
-        one_of(self, "model", norm=NORMS, qk_norm=QK_NORMS, activation=ACTIVATIONS)
-        one_of(self, "model", initializer=INITIALIZERS, remat=REMAT)
+        positive(self, "model", *automatic, "window", "alternate_window", "vocab_multiple", "learned_positions")
+        positive(self, "model", "score_cap", "logit_cap")
         if self.dtype == "auto":
             object.__setattr__(self, "dtype", "float32" if jax.default_backend() == "cpu" else "bfloat16")
-        one_of(self, "model", dtype=("auto", *DTYPES))
+        one_of(self, "model", norm=NORMS, qk_norm=QK_NORMS, activation=ACTIVATIONS)
+        one_of(self, "model", initializer=INITIALIZERS, remat=REMAT, dtype=("auto", *DTYPES))
         layers, has_alternate = self.alternate_layers, (self.alternate_window, self.alternate_rotary) != (None, None)
         are_layers = list(layers) == sorted(set(layers)) and all(0 <= layer < self.num_layers for layer in layers)
         can_tie = not self.tied_embeddings or self.num_outputs == self.vocab_size
@@ -224,11 +216,6 @@ class TransformerConfig:
             ("dtype", has_dtype, "must be another dtype, unless JAX_ENABLE_X64=true is set"),
         ):
             require(is_right, f"model.{field}", getattr(self, field), allowed)
-        counts = "window", "alternate_window", "vocab_multiple", "learned_positions"
-        limits = dict.fromkeys(counts, "1 or more")
-        for field, allowed in (limits | dict.fromkeys(("score_cap", "logit_cap"), "positive")).items():
-            value = getattr(self, field)
-            require(value is None or value > 0, f"model.{field}", value, f"must be {allowed}, or None")
         for rotary, _, _ in self.layer_kinds:
             if isinstance(rotary, Rope):
                 rotary.frequencies(rotary.num_rotated(self.head_dim))  # raises if the head dim is not supported
@@ -354,12 +341,7 @@ def linear(
 
 
 class Cache(NamedTuple):
-    """Keys (already rotated) and values of all layers for the tokens so far; column j contains position j.
-
-    Args:
-        k_LBSGK: keys of S columns.
-        v_LBSGK: values.
-    """
+    """Keys (already rotated) and values of all layers for the tokens so far; column j contains position j."""
 
     k_LBSGK: Float[Array, "L B S G K"]
     v_LBSGK: Float[Array, "L B S G K"]
@@ -384,19 +366,13 @@ def why_not_stable(config: TransformerConfig) -> str | None:
 
 
 class Places(NamedTuple):
-    """Positions of the tokens of a sequence.
+    """Positions of the tokens of a sequence."""
 
-    Args:
-        pos: positions for rotary embedding, in the order of `sharding.stripe`; with packed documents, of each sequence.
-        given_S: increasing positions for attention, or None if they are 0..S-1.
-        starts_BS: see `scores.segment_starts`; None if each row is one document.
-        num_rows: number of rows at the end to compute, from the keys and values of all positions; None for all rows.
-    """
-
+    # For rotary embedding, in the order of `sharding.stripe`; with packed documents, of each sequence.
     pos: Int[Array, "S"] | Int[Array, "B S"]
-    given_S: Int[Array, "S"] | None = None
-    starts_BS: Int[Array, "B S"] | None = None
-    num_rows: int | None = None
+    given_S: Int[Array, "S"] | None = None  # increasing, for attention; None: 0..S-1
+    starts_BS: Int[Array, "B S"] | None = None  # see `scores.segment_starts`; None: each row is one document
+    num_rows: int | None = None  # rows at the end to compute, from all keys and values; None: all rows
 
     def rows(self, x: Float[Array, "B S ..."]) -> Float[Array, "B T ..."]:
         """Return the rows to compute."""
@@ -474,8 +450,7 @@ class SelfAttention(nnx.Module):
         if cache is None:
 
             def attend(kind: LayerKind, q: Array, k: Array, v: Array) -> Float[Array, "B _ H K"]:
-                where = places.given_S, places.starts_BS
-                return attend_on_mesh(self.attention, q, k, v, score_mod, kind.mask, *where)
+                return attend_on_mesh(self.attention, q, k, v, score_mod, kind.mask, places.given_S, places.starts_BS)
 
         else:
             corner = (layer, 0, places.pos[0], 0, 0)
@@ -643,19 +618,15 @@ class Transformer(nnx.Module):
         places = Places(pos, pos_T, starts_BT)
         x_BTD = self.embeddings(stripe(tokens_BT, 1), pos)
 
-        def layer(
-            x_BTD: Array, block_number_key: tuple[Block, Array | None, Array | None]
-        ) -> tuple[Float[Array, "B T D"], None]:
-            block, number, key = block_number_key
-            number = 0 if number is None else number
+        def layer(x_BTD: Array, of_layer: tuple[Block, Array, Array | None]) -> tuple[Float[Array, "B T D"], None]:
+            block, number, key = of_layer
             return constrain(block(x_BTD, places, self.shared_bias, layer=number, dropout_key=key)[0], "BTD"), None
 
         if REMAT[self.config.remat] is not None:
             layer = jax.checkpoint(layer, policy=REMAT[self.config.remat], prevent_cse=False)
         keys = None if dropout_key is None else jax.random.split(dropout_key, num_layers)
         if num_rows >= length:
-            numbers = jnp.arange(num_layers) if self.config.alternate_layers else None
-            x_BTD, _ = jax.lax.scan(layer, x_BTD, (self.layers, numbers, keys))
+            x_BTD, _ = jax.lax.scan(layer, x_BTD, (self.layers, jnp.arange(num_layers), keys))
         else:
             assert dropout_key is None
             # Blocks are taken out of the stack one at a time: a slice with all but the last would be a copy.
@@ -697,13 +668,9 @@ class Transformer(nnx.Module):
         pos_T = jnp.asarray(as_positions("pos_T", pos_T), int)
         x_BTD = self.embeddings(tokens_BT, pos_T)
 
-        def layer(
-            carry: tuple[Array, Cache], block_and_number: tuple[Block, Array]
-        ) -> tuple[tuple[Float[Array, "B T D"], Cache], None]:
-            (x_BTD, cache), (block, number) = carry, block_and_number
-            x_BTD, written = block(x_BTD, Places(pos_T), self.shared_bias, cache, number)
-            assert written is not None
-            return (x_BTD, written), None
+        def layer(carry: Any, of_layer: tuple[Block, Array]) -> tuple[Any, None]:
+            (x_BTD, cache), (block, number) = carry, of_layer
+            return block(x_BTD, Places(pos_T), self.shared_bias, cache, number), None
 
         numbers = jnp.arange(self.config.num_layers)
         (x_BTD, cache), _ = jax.lax.scan(layer, (x_BTD, cache), (self.layers, numbers))
@@ -750,8 +717,7 @@ def attention_of(
         return attention
     model = nnx.merge(*model_structure(config))
     layer = model.layers.attention
-    bias = model.shared_bias if layer.bias is None else layer.bias
-    score_mod = ScoreMod(bias, layer.processor, cap=config.score_cap)
+    score_mod = ScoreMod(model.shared_bias if layer.bias is None else layer.bias, layer.processor, cap=config.score_cap)
     q_BTHK, k_BSGK = (
         jax.ShapeDtypeStruct((1, rows, heads, config.head_dim), config.compute_dtype)
         for rows, heads in ((length // row_stride, config.num_heads), (length, config.num_kv_heads))
