@@ -30,8 +30,11 @@ from dape_jax.model.contextual import Content, ContextualBias
 from dape_jax.model.processors import Dape, Plain, Processor, ScoreMod
 from dape_jax.model.scores import (
     MIN_BLOCK_ROWS,
+    BiasPairs,
+    Keys,
     Mask,
     Positions,
+    Queries,
     Scores,
     as_positions,
     causal_runs,
@@ -55,8 +58,8 @@ logger = logging.getLogger(__name__)
 
 
 def score(
-    q_BTHK: Float[Array, "B T H K"],
-    k_BSGK: Float[Array, "B S G K"],
+    q_BTHK: Queries,
+    k_BSGK: Keys,
     q_pos_T: Integer[Array, "T"] | Sequence[int] | None = None,
     k_pos_S: Integer[Array, "S"] | Sequence[int] | None = None,
     *,
@@ -78,9 +81,9 @@ def score(
 
 
 def attend(
-    q_BTHK: Float[Array, "B T H K"],
-    k_BSGK: Float[Array, "B S G K"],
-    v_BSGK: Float[Array, "B S G K"],
+    q_BTHK: Queries,
+    k_BSGK: Keys,
+    v_BSGK: Keys,
     q_pos_T: Integer[Array, "T"] | Sequence[int] | None = None,
     k_pos_S: Integer[Array, "S"] | Sequence[int] | None = None,
     *,
@@ -92,7 +95,7 @@ def attend(
     scale: Float[Array, ""] | float | None = None,
     cap: Float[Array, ""] | float | None = None,
     implementation: "str | Implementation" = "auto",
-) -> Float[Array, "B T H K"]:
+) -> Queries:
     """Attend any block of query rows to the keys.
 
         softmax(processor(scale Q K^T, bias, mask)) V
@@ -244,64 +247,49 @@ def _check_returned(kind: str, module: Any, returned: Any, layout: str, expected
     require(found == expected, f"{kind} {type(module).__name__}", found, f"must return [{layout}] = {expected}")
 
 
-def _score(
-    q_BTHK: Float[Array, "B T H K"],
-    k_BSGK: Float[Array, "B S G K"],
-    positions: Positions,
-    score_mod: ScoreMod,
-    mask: Mask,
-) -> Scores:
+def _score(q_BTHK: Queries, k_BSGK: Keys, positions: Positions, score_mod: ScoreMod, mask: Mask) -> Scores:
     """Return scores, bias and mask of a block of query rows."""
     dtype = at_least_float32(q_BTHK.dtype)
     scale = q_BTHK.shape[-1] ** -0.5 if score_mod.scale is None else score_mod.scale
     scores_BHTS = soft_cap(products(q_BTHK, k_BSGK, dtype) * scale, score_mod.cap)
-    visible = mask.visible(positions)
+    visible, bias = mask.visible(positions), score_mod.bias
     content = Content(q_BTHK, k_BSGK, scores_BHTS, visible, positions.q_pos_T, positions.k_pos_S)
-    return Scores(scores_BHTS, _bias(score_mod.bias, content, positions, mask.causal), visible)
+    starts = positions.q_start_BT, positions.k_start_BS
+    return Scores(scores_BHTS, None if bias is None else _bias(bias, content, *starts, causal=mask.causal), visible)
 
 
-def _bias(bias: Any, content: Content, positions: Positions, causal: bool) -> Float[Array, "#B H T S"] | None:
-    """Return the bias of a block of query rows, or None if there is none.
+def _bias(
+    bias: Any, content: Content, q_start_BT: Array | None = None, k_start_BS: Array | None = None, *, causal: bool
+) -> BiasPairs:
+    """Return the bias of a block of query rows.
 
     With segments, positions restart in each; for a bias of the distance this makes no difference.
     """
+    if q_start_BT is not None and k_start_BS is not None and not isinstance(bias, DistanceBias):
 
-    def of_batch(content: Content) -> Float[Array, "#B H T S"]:
-        shape = content.scores_BHTS.shape
-        if not isinstance(bias, ContextualBias):
-            bias_HTS = bias(content.q_pos_T, content.k_pos_S, causal=causal)
-            _check_returned("bias", bias, bias_HTS, "H, T, S", shape[1:])
-            return bias_HTS[None]
-        bias_BHTS = bias.from_content(content, causal=causal)
-        shape = (1, *shape[1:]) if getattr(bias_BHTS, "shape", shape)[:1] == (1,) else shape
-        _check_returned("bias", bias, bias_BHTS, "B or 1, H, T, S", shape)
-        return bias_BHTS
+        def of_sequence(content: Content) -> Float[Array, "H T S"]:
+            q, k, scores, visible, *pos = content
+            return _bias(bias, Content(q[None], k[None], scores[None], visible[None], *pos), causal=causal)[0]
 
-    def of_sequence(content: Content) -> Float[Array, "H T S"]:
-        q, k, scores, visible, *pos = content
-        return of_batch(Content(q[None], k[None], scores[None], visible[None], *pos))[0]
-
-    q_pos_T, k_pos_S, q_start_BT, k_start_BS = positions
-    if bias is None:
-        return None
-    if q_start_BT is None or k_start_BS is None or isinstance(bias, DistanceBias):
-        return of_batch(content)
-    pos = {"q_pos_T": q_pos_T[None] - q_start_BT, "k_pos_S": k_pos_S[None] - k_start_BS}
-    return jax.vmap(of_sequence)(content._replace(**pos))
+        pos = {"q_pos_T": content.q_pos_T[None] - q_start_BT, "k_pos_S": content.k_pos_S[None] - k_start_BS}
+        return jax.vmap(of_sequence)(content._replace(**pos))
+    shape = content.scores_BHTS.shape
+    if not isinstance(bias, ContextualBias):
+        bias_HTS = bias(content.q_pos_T, content.k_pos_S, causal=causal)
+        _check_returned("bias", bias, bias_HTS, "H, T, S", shape[1:])
+        return bias_HTS[None]
+    bias_BHTS = bias.from_content(content, causal=causal)
+    shape = (1, *shape[1:]) if getattr(bias_BHTS, "shape", shape)[:1] == (1,) else shape
+    _check_returned("bias", bias, bias_BHTS, "B or 1, H, T, S", shape)
+    return bias_BHTS
 
 
 class Implementation:
     """Base class of the implementations of `attend`, which return the same values and gradients."""
 
     def attend_rows(
-        self,
-        q_BTHK: Float[Array, "B T H K"],
-        k_BSGK: Float[Array, "B S G K"],
-        v_BSGK: Float[Array, "B S G K"],
-        positions: Positions,
-        score_mod: ScoreMod,
-        mask: Mask,
-    ) -> Float[Array, "B T H K"]:
+        self, q_BTHK: Queries, k_BSGK: Keys, v_BSGK: Keys, positions: Positions, score_mod: ScoreMod, mask: Mask
+    ) -> Queries:
         """Attend a block of query rows, at any positions, to the keys that `mask` lets them see."""
         raise NotImplementedError
 
@@ -509,14 +497,14 @@ def _log_choice(choice: str) -> None:
 
 def attend_on_mesh(
     implementation: Implementation,
-    q_BTHK: Float[Array, "B T H K"],
-    k_BSGK: Float[Array, "B S G K"],
-    v_BSGK: Float[Array, "B S G K"],
+    q_BTHK: Queries,
+    k_BSGK: Keys,
+    v_BSGK: Keys,
     score_mod: ScoreMod = ScoreMod(),
     mask: Mask = Mask(),
     pos_S: Int[Array, "S"] | None = None,
     starts_BS: Int[Array, "B S"] | None = None,
-) -> Float[Array, "B T H K"]:
+) -> Queries:
     """Compute self-attention with query rows split over the `context` and `tensor` axes; each device has all heads.
 
     Before and after, rows are split over context (size c) in the order of `sharding.stripe`, and heads over tensor

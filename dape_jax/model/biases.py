@@ -26,15 +26,16 @@ from dape_jax.sharding import full_precision, wide
 
 Distance = Int[Array, "*shape"]  # at least 0
 HeadBias = Float[Array, "H *shape"]  # the bias of every head at each distance
+QueryPositions = Int[Array, "T"]
+KeyPositions = Int[Array, "S"]
+PositionBias = Float[Array, "H T S"]
 
 
 @runtime_checkable
 class Bias(Protocol):
     """Position bias: any callable with this signature. `attention.py` and the processors call it."""
 
-    def __call__(
-        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
-    ) -> Float[Array, "H T S"]:
+    def __call__(self, q_pos_T: QueryPositions, k_pos_S: KeyPositions, *, causal: bool = True) -> PositionBias:
         """Return the bias of every head for every (query, key) pair; see `distances` for `causal`."""
         ...
 
@@ -55,7 +56,7 @@ class BiasConfig:
         return self.module(num_heads, head_dim, self, rngs)
 
 
-def distances(q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True) -> Int[Array, "T S"]:
+def distances(q_pos_T: QueryPositions, k_pos_S: KeyPositions, *, causal: bool = True) -> Int[Array, "T S"]:
     """Return max(query position - key position, 0), or the absolute difference if attention is not causal.
 
     In causal attention, future keys have distance 0, as in the official code. They are masked, so only a processor with
@@ -75,9 +76,7 @@ class DistanceBias(nnx.Module):
         """Return the bias of every head at each distance."""
         raise NotImplementedError(f"{type(self).__name__} must define of_distance")
 
-    def __call__(
-        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
-    ) -> Float[Array, "H T S"]:
+    def __call__(self, q_pos_T: QueryPositions, k_pos_S: KeyPositions, *, causal: bool = True) -> PositionBias:
         """Return the bias for every (query, key) pair."""
         return self.of_distance(distances(q_pos_T, k_pos_S, causal=causal))
 
@@ -88,7 +87,7 @@ def fan_in_uniform(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int) -> nnx.P
     return nnx.Param(jax.random.uniform(rngs.params(), shape, minval=-limit, maxval=limit))
 
 
-def _per_head(x_H: Float[Array, "H"], distance: Distance) -> Float[Array, "H ..."]:
+def _per_head(x_H: Float[Array, "H"], distance: Array) -> Float[Array, "H ..."]:
     """Reshape one number per head to broadcast against `distance[None]`."""
     return x_H.reshape(-1, *(1,) * distance.ndim)
 
@@ -215,31 +214,23 @@ class Sandwich(DistanceBias):
     def __init__(self, num_heads: int, head_dim: int, config: "SandwichConfig", rngs: nnx.Rngs):
         self.num_heads, self.position_dim = num_heads, config.position_dim
 
-    def frequencies(self) -> Float[Array, "m"]:
-        """Return the angles per position."""
-        return jnp.asarray(10_000.0 ** (-np.arange(0, self.position_dim, 2) / self.position_dim), float)
+    def _angles(self, pos: Int[Array, "*shape"]) -> Float[Array, "*shape m"]:
+        frequency_m = 10_000.0 ** (-np.arange(0, self.position_dim, 2) / self.position_dim)
+        return jnp.multiply.outer(pos.astype(float), jnp.asarray(frequency_m, float))
 
-    def ratios(self) -> Float[Array, "H"]:
-        """Return the compression ratios."""
-        return jnp.asarray(8 * np.arange(1, self.num_heads + 1) / self.num_heads, float)
+    def _compressed(self, sums: Float[Array, "*shape"]) -> HeadBias:
+        ratios_H = jnp.asarray(8 * np.arange(1, self.num_heads + 1) / self.num_heads, float)
+        return sums[None] / _per_head(ratios_H, sums)
 
     def of_distance(self, distance: Distance) -> HeadBias:
         """See the class. Needs position_dim / 2 numbers of memory per distance, so `__call__` has its own formula."""
-        angle = jnp.multiply.outer(distance.astype(float), self.frequencies())
-        return jnp.cos(angle).sum(-1)[None] / _per_head(self.ratios(), distance)
+        return self._compressed(jnp.cos(self._angles(distance)).sum(-1))
 
-    def __call__(
-        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
-    ) -> Float[Array, "H T S"]:
+    def __call__(self, q_pos_T: QueryPositions, k_pos_S: KeyPositions, *, causal: bool = True) -> PositionBias:
         """See the class."""
-        frequency_m = self.frequencies()
-
-        def embed(pos: Int[Array, "_"]) -> Float[Array, "_ d"]:
-            angle = (pos - q_pos_T[0]).astype(float)[:, None] * frequency_m[None, :]
-            return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
-
-        product_TS = jnp.matmul(embed(q_pos_T), embed(k_pos_S).T, precision=jax.lax.Precision.HIGHEST)
-        return product_TS[None] / self.ratios()[:, None, None]
+        angles = self._angles(q_pos_T - q_pos_T[0]), self._angles(k_pos_S - q_pos_T[0])
+        q_Td, k_Sd = (jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1) for angle in angles)
+        return self._compressed(jnp.matmul(q_Td, k_Sd.T, precision=jax.lax.Precision.HIGHEST))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,9 +326,7 @@ class Fire(nnx.Module):
         self.threshold = config.threshold
         self.activation = config.activation
 
-    def __call__(
-        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
-    ) -> Float[Array, "H T S"]:
+    def __call__(self, q_pos_T: QueryPositions, k_pos_S: KeyPositions, *, causal: bool = True) -> PositionBias:
         """Return the bias for every (query, key) pair."""
         c, threshold = wide(self.c[...]), wide(self.threshold_multiplier[...]) * self.threshold
         distance_TS = distances(q_pos_T, k_pos_S, causal=causal).astype(c.dtype)

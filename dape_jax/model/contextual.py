@@ -20,30 +20,19 @@ from jaxtyping import Array, Float, Int
 
 from dape_jax.errors import positive, require
 from dape_jax.model.biases import BIASES, BiasConfig, fan_in_uniform
-from dape_jax.model.scores import VisiblePairs, over_heads, products
+from dape_jax.model.scores import Keys, Pairs, Queries, VisiblePairs, over_heads, products
 from dape_jax.sharding import full_precision
-
-Pairs = Float[Array, "B H T S"]
 
 
 class Content(NamedTuple):
-    """Arguments of a contextual encoding.
+    """Arguments of a contextual encoding."""
 
-    Args:
-        q_BTHK: queries, not divided by sqrt(K).
-        k_BSGK: keys of G heads, shared by H query heads; see `scores.products`.
-        scores_BHTS: A = Q K^T / sqrt(K).
-        mask: True where the query sees the key.
-        q_pos_T: positions of the queries.
-        k_pos_S: positions of the keys.
-    """
-
-    q_BTHK: Float[Array, "B T H K"]
-    k_BSGK: Float[Array, "B S G K"]
-    scores_BHTS: Pairs
-    mask: VisiblePairs
-    q_pos_T: Int[Array, "T"]
-    k_pos_S: Int[Array, "S"]
+    q_BTHK: Queries  # not divided by sqrt(K)
+    k_BSGK: Keys  # of G heads, shared by H query heads; see `scores.products`
+    scores_BHTS: Pairs  # A = Q K^T / sqrt(K)
+    mask: VisiblePairs  # True where the query sees the key
+    q_pos_T: Int[Array, "T"]  # positions of the queries
+    k_pos_S: Int[Array, "S"]  # positions of the keys
 
 
 @runtime_checkable

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from dape_jax.errors import InputError, one_of, positive, require
 from dape_jax.model.biases import Bias, fan_in_uniform
 from dape_jax.model.contextual import ContextualBias
-from dape_jax.model.scores import VisiblePairs, over_heads
+from dape_jax.model.scores import BiasPairs, Pairs, VisiblePairs, over_heads
 from dape_jax.sharding import at_least_float32, device_platform, full_precision, split_batch, vary_alike
 
 ALIGNMENTS = ("centered", "causal")
@@ -44,23 +44,16 @@ class Processor:
 
     key_halo: tuple[int, int] = (0, 0)
 
-    def __call__(
-        self, scores_BHTS: Float[Array, "B H T S"], bias_BHTS: Float[Array, "#B H T S"] | None, mask: VisiblePairs
-    ) -> Float[Array, "B H T S"]:
+    def __call__(self, scores_BHTS: Pairs, bias_BHTS: BiasPairs | None, mask: VisiblePairs) -> Pairs:
         """Return the processed scores; where the mask is False, any finite number."""
         raise NotImplementedError(f"{type(self).__name__} must define __call__")
 
 
 class PairFlops(NamedTuple):
-    """Matmul FLOPs of a processor for one pair of a query and a key, all heads, forward; a multiply-add is 2.
+    """Matmul FLOPs of a processor for one pair of a query and a key, all heads, forward; a multiply-add is 2."""
 
-    Args:
-        of_scores: FLOPs for every sequence of the batch.
-        of_bias: FLOPs that depend only on the bias: once for the batch, unless the bias depends on content.
-    """
-
-    of_scores: int
-    of_bias: int
+    of_scores: int  # for every sequence of the batch
+    of_bias: int  # these depend only on the bias: once for the batch, unless the bias depends on content
 
 
 class ProcessorConfig:
@@ -93,9 +86,7 @@ class ProcessorConfig:
         return self.module(num_heads, has_bias, self, dtype, rngs)
 
 
-def add_bias(
-    scores_BHTS: Float[Array, "B H T S"], bias_BHTS: Float[Array, "#B H T S"] | None
-) -> Float[Array, "B H T S"]:
+def add_bias(scores_BHTS: Pairs, bias_BHTS: BiasPairs | None) -> Pairs:
     """Return A + B, or A if there is no bias."""
     if bias_BHTS is None:
         return scores_BHTS
@@ -126,9 +117,7 @@ def _broadcast_batch_jvp(batch: int, primals: Any, tangents: Any) -> tuple[Array
 class Plain(nnx.Module, Processor):
     """Processor that only adds the bias."""
 
-    def __call__(
-        self, scores_BHTS: Float[Array, "B H T S"], bias_BHTS: Float[Array, "#B H T S"] | None, mask: VisiblePairs
-    ) -> Float[Array, "B H T S"]:
+    def __call__(self, scores_BHTS: Pairs, bias_BHTS: BiasPairs | None, mask: VisiblePairs) -> Pairs:
         """See `add_bias`."""
         return add_bias(scores_BHTS, bias_BHTS)
 
@@ -143,19 +132,12 @@ class PlainConfig(ProcessorConfig):
 
 
 class ScoreMod(NamedTuple):
-    """Computation of the scores between Q K^T and the softmax: a pytree whose arrays are parameters.
-
-    Args:
-        bias: position bias or contextual encoding, or None.
-        processor: function of scores, bias and mask; by default scores + bias.
-        scale: factor of Q K^T, or None for 1 / sqrt(K).
-        cap: cap of the scaled scores, before bias and processor; see `scores.soft_cap`.
-    """
+    """Computation of the scores between Q K^T and the softmax: a pytree whose arrays are parameters."""
 
     bias: Bias | ContextualBias | None = None
-    processor: Processor = Plain()
-    scale: Float[Array, ""] | float | None = None
-    cap: Float[Array, ""] | float | None = None
+    processor: Processor = Plain()  # by default scores + bias
+    scale: Float[Array, ""] | float | None = None  # factor of Q K^T; None: 1 / sqrt(K)
+    cap: Float[Array, ""] | float | None = None  # of the scaled scores, before bias and processor; see `soft_cap`
 
 
 def key_convolution(
@@ -256,8 +238,8 @@ def leaky_relu_change_gradient(x: Array, knee: Array, dy: Array) -> Array:
 
 
 def dape(
-    scores_BHTS: Float[Array, "B H T S"],
-    bias_BHTS: Float[Array, "#B H T S"] | None,
+    scores_BHTS: Pairs,
+    bias_BHTS: BiasPairs | None,
     mask: VisiblePairs,
     *,
     first_BT: Int[Array, "B T"] | None = None,
@@ -271,7 +253,7 @@ def dape(
     residual: bool = True,
     leak: bool = False,
     dtype: DTypeLike | None = None,
-) -> Float[Array, "B H T S"]:
+) -> Pairs:
     """Return DAPE V2 (DAPE V1 at W = 1): the scores plus a small convolution of them, over heads and neighbouring keys.
 
         A + B + Conv2(LeakyReLU(Conv1([tril(A); tril(B)])))    Conv1: 2H -> C, Conv2: C -> H
@@ -407,12 +389,12 @@ class Dape(nnx.Module, Processor):
 
     def __call__(
         self,
-        scores_BHTS: Float[Array, "B H T S"],
-        bias_BHTS: Float[Array, "#B H T S"] | None,
+        scores_BHTS: Pairs,
+        bias_BHTS: BiasPairs | None,
         mask: VisiblePairs,
         *,
         first_BT: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B H T S"]:
+    ) -> Pairs:
         """See `dape`."""
         self.check_bias(bias_BHTS is not None)
         return dape(

@@ -17,28 +17,25 @@ from jaxtyping import Array, Bool, Float, Int
 from dape_jax.errors import require
 from dape_jax.sharding import full_precision
 
+# Arrays that many signatures share.
+Queries = Float[Array, "B T H K"]
+Keys = Float[Array, "B S G K"]  # and values
+Pairs = Float[Array, "B H T S"]  # a number for each pair of a query and a key: scores, probabilities
+BiasPairs = Float[Array, "#B H T S"]  # the batch dim is 1 if the bias does not depend on content
+VisiblePairs = Bool[Array, "T S"] | Bool[Array, "B 1 T S"]  # True where the query sees the key; with segments, B
+
 
 class Positions(NamedTuple):
     """Positions of query rows and keys, and the first positions of their segments.
 
-        segment_ids_BS   3 3 3 7 7        Keys of other segments are masked, and columns left of a row's segment are
-        start_BS         0 0 0 3 3        outside its array, as if the segment were alone.
-
-    Args:
-        q_pos_T: positions of the queries.
-        k_pos_S: positions of the keys; those of padding are negative.
-        q_start_BT: for each query, the first position of its segment; None if each row is one segment.
-        k_start_BS: the same for each key.
+    segment_ids_BS   3 3 3 7 7        Keys of other segments are masked, and columns left of a row's segment are
+    start_BS         0 0 0 3 3        outside its array, as if the segment were alone.
     """
 
     q_pos_T: Int[Array, "T"]
-    k_pos_S: Int[Array, "S"]
-    q_start_BT: Int[Array, "B T"] | None = None
-    k_start_BS: Int[Array, "B S"] | None = None
-
-
-# True where the query sees the key. Masks with segments have a batch dim.
-VisiblePairs = Bool[Array, "T S"] | Bool[Array, "B 1 T S"]
+    k_pos_S: Int[Array, "S"]  # those of padding are negative
+    q_start_BT: Int[Array, "B T"] | None = None  # first position of each query's segment; None: a row is one segment
+    k_start_BS: Int[Array, "B S"] | None = None  # the same for each key
 
 
 @jax.tree_util.register_static  # makes a mask a valid argument of a jitted function
@@ -138,22 +135,14 @@ def soft_cap(x: Float[Array, "..."], cap: Float[Array, ""] | float | None) -> Fl
 
 
 class Scores(NamedTuple):
-    """Arguments of a processor.
+    """Arguments of a processor."""
 
-    Args:
-        scores_BHTS: A = Q K^T / sqrt(K), after `soft_cap` if there is a cap.
-        bias_BHTS: B, or None; the batch dim is 1 if B does not depend on content.
-        mask: True where the query sees the key.
-    """
-
-    scores_BHTS: Float[Array, "B H T S"]
-    bias_BHTS: Float[Array, "#B H T S"] | None
-    mask: VisiblePairs
+    scores_BHTS: Pairs  # A = Q K^T / sqrt(K), after `soft_cap` if there is a cap
+    bias_BHTS: BiasPairs | None  # B; the batch dim is 1 if B does not depend on content
+    mask: VisiblePairs  # True where the query sees the key
 
 
-def products(
-    q_BTHK: Float[Array, "#B T H K"], k_BSGK: Float[Array, "B S G K"], dtype: jnp.dtype
-) -> Float[Array, "B H T S"]:
+def products(q_BTHK: Float[Array, "#B T H K"], k_BSGK: Keys, dtype: jnp.dtype) -> Pairs:
     """Return Q K^T, accumulated in `dtype`. Each of the G key heads serves H / G neighbouring query heads."""
     batch, num_keys, groups, head_dim = k_BSGK.shape
     num_rows, heads = q_BTHK.shape[1:3]
@@ -165,7 +154,7 @@ def products(
     return scores_BGRTS.reshape(batch, heads, num_rows, num_keys)
 
 
-def masked_softmax(scores_BHTS: Float[Array, "B H T S"], mask: VisiblePairs) -> Float[Array, "B H T S"]:
+def masked_softmax(scores_BHTS: Pairs, mask: VisiblePairs) -> Pairs:
     """Return the softmax over the visible keys; exactly 0 at masked keys, if the row has a visible key.
 
     A masked score is a large finite negative number, not -inf. A row without a visible key is then uniform instead of
@@ -174,9 +163,7 @@ def masked_softmax(scores_BHTS: Float[Array, "B H T S"], mask: VisiblePairs) -> 
     return jax.nn.softmax(_masked(scores_BHTS, mask), axis=-1)
 
 
-def masked_exp(
-    scores_BHTS: Float[Array, "B H T S"], mask: VisiblePairs, dtype: DTypeLike
-) -> tuple[Float[Array, "B H T S"], Float[Array, "B H T 1"]]:
+def masked_exp(scores_BHTS: Pairs, mask: VisiblePairs, dtype: DTypeLike) -> tuple[Pairs, Float[Array, "B H T 1"]]:
     """Return the numerator of `masked_softmax` in `dtype`, exp(scores - largest of the row), and its denominator.
 
     If a product with values comes before the division, the gradient needs no sum of products over the keys, for which
@@ -190,7 +177,7 @@ def masked_exp(
     return exp_BHTS.astype(dtype), exp_BHTS.sum(-1, keepdims=True)
 
 
-def _masked(scores_BHTS: Float[Array, "B H T S"], mask: VisiblePairs) -> Float[Array, "B H T S"]:
+def _masked(scores_BHTS: Pairs, mask: VisiblePairs) -> Pairs:
     """Return the scores, with a large finite negative number where the query does not see the key."""
     masked = jnp.asarray(-0.7 * jnp.finfo(scores_BHTS.dtype).max, scores_BHTS.dtype)
     return jnp.where(over_heads(mask), scores_BHTS, masked)
