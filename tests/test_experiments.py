@@ -202,7 +202,7 @@ def test_committed_reports_are_those_of_the_committed_runs():
     def read(text: str) -> dict:
         return json.loads(text, parse_float=lambda number: f"{float(number):.9g}")
 
-    names, page = ("fig4", "table1", "table6", "table7"), (ROOT / "results" / "README.md").read_text()
+    names, page = ("table5", "table1", "table6", "table7"), (ROOT / "results" / "README.md").read_text()
     for group in (group for group in read_groups(ROOT / "results") if group.experiment in names):
         content = report._content(group)
         committed = read((ROOT / "results" / group.experiment / "report.json").read_text())
@@ -300,27 +300,15 @@ def test_finished_runs_are_reused_and_a_killed_experiment_resumes(small_world, t
     assert [result["length"] for result in content["lengths"]] == [16, 32]
     assert {"commit", "device", "versions", "wall_seconds", "config", "data"} <= set(content)
 
-    readme = report.write(results).read_text().replace("\N{NO-BREAK SPACE}", " ")
-    verdict = "| [one](#one) tiny, text | ALiBi is within ten times Kerple | **holds**, 1 of 1 hold "
-    assert f"{verdict}| alibi T16 at 32 against 10.00 x kerple T16 at 32: -90.0 % [-90.0, -90.0] | 2 |  | " in readme
+    readme = report.write(results).read_text()
     assert "- two: ALiBi is within ten times Kerple." in readme  # there are no runs of Kerple
     paper, others = readme.split("### Questions that the paper leaves open")
     numbers = [len(e.claims) for e in EXPERIMENTS.values() if e.source == NOT_IN_PAPER]
     assert f"\n\n1 holds, {sum(len(e.claims) for e in EXPERIMENTS.values()) - sum(numbers) - 1} not tested.\n" in paper
     assert f"\n\n{sum(numbers)} not tested.\n" in others
-    described = json.loads((results / "one" / "report.json").read_bytes())["tiny-text"]
-    (claim,) = described["claims"]
+    (claim,) = json.loads((results / "one" / "report.json").read_bytes())["tiny-text"]["claims"]
     assert claim["minutes"] == pytest.approx(sum(each["wall_seconds"] for each in both) / 60)
-    (series,) = [series for series in described["series"] if series["method"] == "kerple"]
-    assert [series["values"][seed]["32"] for seed in ("0", "1")] == [32, 32.125]
     assert (results / "one" / "figure.png").stat().st_size > 3_000
-
-    # Numbers of seeds are shown if they differ.
-    assert "| method | trained at | 16 | 32 |" in readme
-    write_lines(results / "two" / runs.FILE, lines[:-1])
-    page = report.write(results).read_text()
-    for row in ("| method | trained at | seeds | 16 | 32 |", "| alibi | 16 | 2 |", "| nope | 16 | 1 |"):
-        assert row in page
 
     # Another config or another text of the same name is refused, also under another seed.
     with monkeypatch.context() as patch:
@@ -482,10 +470,8 @@ def test_a_method_has_one_style_in_every_figure():
     """Figures of evaluations and of experiments."""
     runs = json.loads((ROOT / "results/quickstart/lengths.json").read_text())["runs"]
     figures = table_of("lengths", runs, Options())[1].figure, plots.experiment_figure(paper_groups("fig2"))
-    drawn = [[line for axes in figure.axes for line in axes.get_lines()] for figure in figures]
     one, other = (
-        [{(line.get_color(), line.get_marker()) for line in lines if line.get_label() == method} for lines in drawn]
-        for method in ("kerple", "dape1x3-kerple")
+        {line.get_label(): (line.get_color(), line.get_marker()) for axes in figure.axes for line in axes.get_lines()}
+        for figure in figures
     )
-    assert one[0] == one[1] != other[0] == other[1]
-    assert len(one[0]) == len(other[0]) == 1
+    assert one["kerple"] == other["kerple"] != one["dape1x3-kerple"] == other["dape1x3-kerple"]
