@@ -86,12 +86,8 @@ def greedy_ids(model: DapeLM, prompt: list[int], num: int) -> list[int]:
     return [int(token_B[0]) for token_B in steps]
 
 
-def cut(text: str, stops: list[str]) -> str:
-    """Cut a text at the first stop, as the harness does: stop by stop."""
-    text = next((text[:end] for end in range(len(text)) if any(stop in text[:end] for stop in stops)), text)
-    for stop in stops:
-        text = text.split(stop)[0]
-    return text
+def texts_of(model: DapeLM | HFLM, *arguments: tuple[str, dict[str, Any]]) -> list[str]:
+    return model.generate_until(requests_of("generate_until", *copy.deepcopy(arguments)), disable_tqdm=True)
 
 
 # ---- log-likelihood
@@ -162,35 +158,24 @@ def test_long_contexts_are_counted_and_long_continuations_refused(model, caplog)
 # ---- generation
 
 
-def greedy_text(model: DapeLM, context: str, num: int) -> str:
-    """Return the greedy continuation, which stops only at the end of the document."""
-    room = model.max_length - num
-    ids = np.array(greedy_ids(model, (list(context.encode()) or [END])[-room:], num))
-    ids = ids[: np.flatnonzero(ids == END)[0]] if END in ids else ids
-    return Bytes().decode(ids).decode("utf-8", "replace")
-
-
-def test_texts_are_those_of_greedy_generation_cut_at_the_stop(model):
-    """Test ragged contexts, an empty and a too long one; stops of several tokens, in a list, alone, and none."""
-    contexts = ["the", "scores of a ", "", "rows and columns " * 20]
-    arguments, expected = [], []
-    for context in contexts:
-        text = greedy_text(model, context, 40)
-        assert len(set(text)) > 3
-        for until in ([text[30:33], text[11:14]], text[20:22]):
-            arguments.append((context, {"until": until, "max_gen_toks": 40}))
-            expected.append(cut(text, [until] if isinstance(until, str) else until))
-            assert len(expected[-1]) < len(text)
-        arguments.append((context, {"until": [], "max_gen_toks": 40, "do_sample": False}))
-        expected.append(text)
-    assert model.generate_until(requests_of("generate_until", *arguments), disable_tqdm=True) == expected
+def test_texts_are_those_of_the_harness_on_pytorch(model, hf):
+    """Test ragged contexts, of which one is too long; stops of several tokens, in a list, alone, and none."""
+    free = {"until": [], "max_gen_toks": 40, "do_sample": False}
+    arguments = [(context, free) for context in ("the", "scores of a ", "rows and columns " * 20)]
+    texts = texts_of(model, *arguments)
+    for (context, _), text in zip(arguments[:3], texts, strict=True):
+        arguments += [(context, free | {"until": until}) for until in ([text[30:33], text[11:14]], text[20:22])]
+    found = texts_of(model, *arguments)
+    assert found == texts_of(hf, *arguments)
+    assert max(map(len, found[3:])) < min(map(len, texts))
+    (text,) = texts_of(model, ("", free))  # the harness's model refuses it
+    assert text == Bytes().decode(np.array(greedy_ids(model, [END], 40))).decode("utf-8", "replace")
 
 
 def test_drawn_texts_repeat_and_requests_that_are_the_same_do_not_share_them(model):
-    kind = {"until": [], "max_gen_toks": 20, "do_sample": True, "temperature": 2.0}
-    requests = requests_of("generate_until", *[("the ", dict(kind))] * 20)
-    found = model.generate_until(requests, disable_tqdm=True)
-    assert found == model.generate_until(requests, disable_tqdm=True)
+    requests = [("the ", {"until": [], "max_gen_toks": 20, "do_sample": True, "temperature": 2.0})] * 20
+    found = texts_of(model, *requests)
+    assert found == texts_of(model, *requests)
     assert len(set(found)) == len(found)
 
 
@@ -249,7 +234,7 @@ def tasks(model, tmp_path_factory) -> Path:
     for index in range(6):
         *words, a, b, c = draw.choice(tiny.WORDS, 7, replace=False).tolist()
         context = " ".join(words)
-        generated = cut(greedy_text(model, f"{context} ", UNTIL["max_gen_toks"]), UNTIL["until"])
+        (generated,) = texts_of(model, (f"{context} ", UNTIL))
         answers = generated if index % 2 else "no string that a model gives"
         text = " ".join(draw.choice(tiny.WORDS, 80))
         documents.append({"context": context, "choices": [a, b, c], "answer": 0, "text": text, "answers": answers})
