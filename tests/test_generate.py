@@ -163,11 +163,11 @@ def test_memory_is_linear_in_length_and_the_caches_are_not_copied(model):
     def temporary_bytes(length: int) -> list[int]:
         caches = jax.eval_shape(lambda: make_caches(config, batch, length, mesh))
         cache_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in caches)
-        latest = completion.Latest(of((batch,), "int32"), of((batch,), "int32"), of((batch,), "bool"))
+        latest = completion.Latest(of((batch,), "int32"), of((batch,), "int32"))
         options = {"sampling": Sampling(0.8, 5, 0.9), "num_ids": 11, "mesh": mesh}
         programs = [
             prefill.lower(config, params, of((batch, CHUNK), "int32"), of((), "int32"), caches, mesh=mesh),
-            decode.lower(config, params, latest, caches, of((), "uint32"), of((1,), "int32"), **options),
+            decode.lower(config, params, latest, caches, of((), "uint32"), **options),
         ]
         memories = [program.compile().memory_analysis() for program in programs]
         assert all(memory.alias_size_in_bytes >= cache_bytes for memory in memories)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt
+from jaxtyping import Array, Float, Int, Integer, Key, UInt
 
 from dape_jax.command_line import unescape
 from dape_jax.data.conventions import saved_conventions
@@ -117,11 +117,10 @@ def check(config: TransformerConfig, max_new_tokens: int) -> None:
 
 
 class Latest(NamedTuple):
-    """Newest token of every sequence, not yet in the cache; its position; whether the sequence has ended."""
+    """Newest token of every sequence, not yet in the cache, and its position."""
 
     token_B: Int[Array, "B"]
     pos_B: Int[Array, "B"]
-    finished_B: Bool[Array, "B"]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "batch", "length", "mesh"))
@@ -153,7 +152,6 @@ def decode(
     latest: Latest,
     caches: Cache,
     seed: UInt[Array, ""],
-    end_tokens_E: Int[Array, "E"],
     *,
     sampling: Sampling,
     num_ids: int,
@@ -169,10 +167,8 @@ def decode(
 
     pos_B = latest.pos_B + 1
     token_B = sample(logits_BV, jax.vmap(key)(jnp.arange(len(pos_B)), pos_B), sampling).astype(jnp.int32)
-    token_B = jnp.where(latest.finished_B, end_tokens_E[0], token_B)
-    return jax.lax.with_sharding_constraint(
-        (Latest(token_B, pos_B, jnp.isin(token_B, end_tokens_E)), caches), NamedSharding(mesh, activation_spec("B"))
-    )
+    batch = NamedSharding(mesh, activation_spec("B"))
+    return jax.lax.with_sharding_constraint((Latest(token_B, pos_B), caches), batch)
 
 
 def read_prompts(
@@ -193,8 +189,8 @@ def read_prompts(
     for first in range(0, num_rows, CHUNK):
         chunk_BT = jax.device_put(tokens_BT[:, first : first + CHUNK], batch)
         caches = prefill(config, params, chunk_BT, np.int32(first), caches, mesh=mesh)
-    token_B, finished_B = tokens_BT[np.arange(len(prompts)), last_B], np.zeros(len(prompts), bool)
-    return Latest(*jax.device_put((token_B, last_B, finished_B), batch)), caches
+    token_B = tokens_BT[np.arange(len(prompts)), last_B]
+    return Latest(*jax.device_put((token_B, last_B), batch)), caches
 
 
 def generate(
@@ -240,18 +236,18 @@ def generate(
     allowed = f"the cache needs {needed / GIB:.2f} GiB on each device, where {available / GIB:.2f} GiB are free"
     require(needed <= available, "max_new_tokens", max_new_tokens, allowed)
     num_ids = config.vocab_size if num_ids is None else num_ids
-    ends_E = np.array(end_tokens or [-1], np.int32)  # no token is -1
 
     def steps() -> Iterator[Integer[np.ndarray, "B"]]:
         latest, caches = read_prompts(config, params, mesh, padded, max_new_tokens)
         ended_B = np.zeros(num_prompts, bool)
         for _ in range(max_new_tokens):
             latest, caches = decode(
-                config, params, latest, caches, np.uint32(seed), ends_E, sampling=sampling, num_ids=num_ids, mesh=mesh
+                config, params, latest, caches, np.uint32(seed), sampling=sampling, num_ids=num_ids, mesh=mesh
             )
-            token_B = np.asarray(latest.token_B)[:num_prompts]
+            token_B = np.array(latest.token_B)[:num_prompts]
+            token_B[ended_B] = end_tokens[:1]
             yield token_B
-            ended_B |= np.isin(token_B, ends_E)
+            ended_B |= np.isin(token_B, end_tokens)
             if ended_B.all():
                 return
 
