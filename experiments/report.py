@@ -57,11 +57,10 @@ def _content(group: Group) -> Content:
 
 def _described(series: Series) -> Content:
     """Return the fields of a series, without its samples, which are in the runs; of a task with the means."""
-    fields = series.model._asdict() | {name: value for name, value in vars(series).items() if name != "model"}
-    fields |= {"samples": {}}
+    fields = series.model._asdict() | vars(series)
     if series.model.task:
         fields |= {"within": series.means(beyond=False), "beyond": series.means(beyond=True)}
-    return {name: value for name, value in fields.items() if value not in ("", {})}
+    return {name: value for name, value in fields.items() if name not in ("model", "samples") and value != ""}
 
 
 def _claim(group: Group, text: str, claim: Claim, item: Judgement) -> Content:

@@ -19,6 +19,7 @@ underestimate the spread. For step times the units that are drawn are steps, for
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -117,15 +118,14 @@ def judge(claim: Claim, lookup: Lookup, metric: str) -> Judgement:
 
     It is "not tested" unless the claim has comparisons, and all of them have results of `MIN_SEEDS` seeds.
     """
-    by_models: dict[Any, list[Difference]] = {}
-    for each in claim.comparisons:
-        found = difference(each, lookup, metric)
-        if found is None or found.num_seeds < MIN_SEEDS:
-            return Judgement("not tested", (), None)
-        models = (side.models if isinstance(side, Result) else side for side in (each.low, each.high))
-        by_models.setdefault(tuple(models), []).append(found)
-    if not by_models:
+    found = [difference(each, lookup, metric) for each in claim.comparisons]
+    tested = [each for each in found if each is not None and each.num_seeds >= MIN_SEEDS]
+    if not tested or len(tested) < len(found):
         return Judgement("not tested", (), None)
+    by_models = defaultdict[Any, list[Difference]](list)
+    for each in tested:
+        models = (side.models if isinstance(side, Result) else side for side in (each.less.low, each.less.high))
+        by_models[tuple(models)].append(each)
     pairs = by_models.values()
     holds = holm([max(each.p_less for each in pair) for pair in pairs])
     contradicted = holm([min(1.0, len(pair) * min(each.p_more for each in pair)) for pair in pairs])

@@ -25,7 +25,7 @@ from experiments.claims import NOT_IN_PAPER, Claim, Experiment, Less, Result, ce
 from experiments.methods import METHODS, PRESETS, Preset, TaskPreset
 from experiments.paper import paper_tables
 from experiments.run import PlannedRun, Run, config_of, run_experiment, runs_of
-from experiments.runs import Group, Series, add_run, paper_groups, read_groups, read_lines, read_runs, write_lines
+from experiments.runs import Group, Series, paper_groups, read_groups, read_lines, read_runs, write_lines
 from experiments.settings import Settings
 
 pytestmark = pytest.mark.extra
@@ -379,25 +379,6 @@ def test_perplexity_delta_and_time_are_measured(small_world, monkeypatch):
     file = Path(small_world["results"]) / "time" / runs.FILE
     write_lines(file, [line for line in read_lines(file) if line["name"] != "alibi-xs-T16-seed0"])
     assert [each["step_ms"] for each in run_tiny("time", small_world, (0,))] == [1.0, 1.0]
-
-
-@pytest.mark.parametrize(("value", "shown"), [(math.inf, "inf"), (math.nan, "nan")])
-@pytest.mark.parametrize("metric", ["perplexity", "delta"])
-def test_models_that_diverged_are_in_the_report(small_world, monkeypatch, metric: str, value: float, shown: str):
-    """One seed of a method diverged: figures leave it out, tables name it, and the JSON is valid."""
-    monkeypatch.setitem(EXPERIMENTS, "one", dataclasses.replace(EXPERIMENTS["one"], metric=metric))
-    diverged, small = length_result(32, value) | {"delta": -value}, length_result(16, 3.0) | {"delta": 1.0}
-    results = Path(small_world["results"])
-    for item in run.plan_runs("one", Settings("tiny", **small_world)):
-        is_diverged = (item.run.model.method, item.run.seed) == ("kerple", 0)
-        of_run = [small, diverged if is_diverged else small | {"length": 32}]
-        content = item.content(json_values({"documents": [0], "lengths": of_run, "deltas": of_run[1:]}), 1.0)
-        add_run(results, "one", item.group, item.run.name, content)
-    (row,) = [line for line in report.write(results).read_text().splitlines() if line.startswith("| kerple | 16 |")]
-    assert shown in row
-    (group,) = json.loads((results / "one" / "report.json").read_text(), parse_constant=pytest.fail).values()
-    found = float(group["series"][0]["values"]["0"]["32"])
-    assert found == pytest.approx(value if metric == "perplexity" else -value, nan_ok=True)
 
 
 @pytest.mark.parametrize(
