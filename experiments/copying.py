@@ -19,6 +19,7 @@ from jaxtyping import Float64, Int
 
 from dape_jax import command_line
 from dape_jax.command_line import flag
+from dape_jax.errors import require
 from dape_jax.evaluation.perplexity import compile_lengths, score_windows
 from dape_jax.evaluation.trained import require_same, restore
 from experiments.repetition import latest_match
@@ -36,6 +37,9 @@ class Settings:
     match: int = flag(8, "Tokens that must be equal before a token is copied.")
     windows: int = flag(256, "Maximum number of windows.")
     output: str = flag("results/copying", "Result directory.")
+
+    def __post_init__(self):
+        require(self.match > 0, "--match", self.match, "must be positive")
 
 
 def classes_of(tokens: Int[np.ndarray, "N"], match: int, scored: int, train_length: int) -> Int[np.ndarray, "scored"]:

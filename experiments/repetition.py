@@ -24,6 +24,7 @@ from jaxtyping import Int
 from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.data.store import DataConfig, TokenStore, follow_corpus
+from dape_jax.errors import require
 from dape_jax.evaluation.perplexity import choose_windows
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory
@@ -44,6 +45,9 @@ class Settings:
     scored: int = flag(256, "Tokens that are scored at the end of a window.")
     windows: int = flag(256, "Maximum number of windows.")
     output: str = flag("results/repetition", "Result directory.")
+
+    def __post_init__(self):
+        require(self.match > 0, "--match", self.match, "must be positive")
 
 
 def latest_match(

@@ -280,7 +280,9 @@ def test_of_equal_logits_the_lower_ids_are_kept():
         ([[1], [2, 11]], {}, r"prompts\[1\] = 11: .*0 to 10"),
         ([[-1, 3]], {}, r"prompts\[0\] = -1"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens = 0"),
-        ([[1]], {"max_new_tokens": 2**63 - 1}, r"max_new_tokens = \d+: the cache needs \S+ GiB on each device"),
+        ([[1]], {"max_new_tokens": 2**63 - 1}, r"max_new_tokens = \d+: must be 1 to 2\*\*31 - 1"),
+        ([[1]] * 1000, {"max_new_tokens": 2**31 - 1}, r"max_new_tokens = \d+: the cache needs \S+ GiB on each device"),
+        ([[1]], {"seed": -1}, "seed = -1"),
     ],
 )
 def test_bad_requests_are_named_at_the_call(model, prompts, changes, words):
@@ -331,9 +333,9 @@ def test_completions_are_those_of_the_library_and_shown(trained_run, capsys):
 
 def test_bad_input_is_named_before_any_parameter_is_read(trained_run, monkeypatch):
     monkeypatch.setattr(completion, "restore", None)  # calling it would be a TypeError
-    for prompts, words in (([], r"prompt = \[\]: .*--prompt_file"), ([b"a"], "max_new_tokens = 0")):
+    for prompts, words in (([], r"prompt = \[\]: .*--prompt_file"), ([b"a"], "seed = 4294967296")):
         with pytest.raises(InputError, match=words):
-            complete(GenerateFlags(str(trained_run), max_new_tokens=0), prompts)
+            complete(GenerateFlags(str(trained_run), max_new_tokens=2, seed=2**32), prompts)
 
 
 @pytest.mark.slow

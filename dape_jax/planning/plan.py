@@ -356,8 +356,11 @@ def to_markdown(run: RunConfig, plans: list[Plan], utilisation: float, given: Se
     steps = f"{train.num_steps:,} steps of {train.batch_size:,} x {train.train_length:,} tokens"
     time_text = f"unknown, like the peak of {hardware.chip.name}; train some steps, and read tokens/s in the log"
     if is_known:
-        time_text = f"{cost['hours']:,.2f} hours, {cost['chip_hours']:,.2f} chip-hours at a utilisation of "
-        time_text += f"{utilisation:.0%} (--utilisation)"
+        hours, chip_hours = (
+            f"{each:,.1f}" if each >= 1 else f"{each:.2g}" if each >= 0.01 else "< 0.01"
+            for each in (cost["hours"], cost["chip_hours"])
+        )
+        time_text = f"{hours} hours, {chip_hours} chip-hours at a utilisation of {utilisation:.0%} (--utilisation)"
     lines += [
         "",
         f"memory         {how}, in GiB a chip: {parts}",

@@ -110,10 +110,11 @@ def extend(
     return jax.vmap(extend_one, in_axes=(0, 0 if first.ndim else None, 0))(tokens_BT, first, caches)
 
 
-def check(config: TransformerConfig, max_new_tokens: int) -> None:
+def check(config: TransformerConfig, max_new_tokens: int, seed: int) -> None:
     """Raise `InputError` for arguments that `generate` refuses for any prompt. Allocates nothing."""
     jax.eval_shape(lambda: make_cache(config, 1, 1))
-    require(max_new_tokens > 0, "max_new_tokens", max_new_tokens, "must be positive")
+    require(0 < max_new_tokens < 2**31, "max_new_tokens", max_new_tokens, "must be 1 to 2**31 - 1")
+    require(0 <= seed < 2**32, "seed", seed, "must be 0 to 2**32 - 1")
 
 
 class Latest(NamedTuple):
@@ -219,7 +220,7 @@ def generate(
         InputError: there are no prompts, a prompt or number is invalid, the model cannot use a cache, or the cache
             does not fit into memory.
     """
-    check(config, max_new_tokens)
+    check(config, max_new_tokens, seed)
     require(len(prompts) > 0, "prompts", [], "must have at least one prompt")
     for index, prompt in enumerate(prompts):
         require(len(prompt) > 0, f"prompts[{index}]", [], "must have at least one token")
@@ -309,7 +310,7 @@ def complete(given: GenerateFlags, prompts: Sequence[bytes]) -> list[str]:
     require(len(prompts) > 0, "prompt", list(prompts), "must have at least one: --prompt=TEXT or --prompt_file=FILE")
     sampling = Sampling(given.temperature, given.top_k or None, given.top_p)
     trained = read_trained(to_path(given.workdir, "--workdir"), given.step, {})
-    check(trained.run.model, given.max_new_tokens)
+    check(trained.run.model, given.max_new_tokens, given.seed)
     tokenizer = saved_tokenizer(trained.workdir)
     conventions = saved_conventions(trained.workdir)
     end_tokens = conventions.ends(tokenizer)

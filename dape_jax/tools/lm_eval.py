@@ -211,7 +211,7 @@ class DapeLM(TemplateLM):
         is_auto = batch_size is None or str(batch_size).partition(":")[0] == "auto"  # auto:N chooses N times
         self.batch_size = _number(batch_size)  # below 1 for auto
         require(is_auto or self.batch_size > 0, "batch_size", batch_size, "must be positive, or auto")
-        check(self.info.run.model, max_new_tokens=1)
+        check(self.info.run.model, max_new_tokens=1, seed=0)
         self._tokenizer = saved_tokenizer(self.info.workdir)
         self.conventions, self._is_chat = saved_conventions(self.info.workdir), False
         self._bos = self.conventions.bos_id(self._tokenizer)
