@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from dape_jax.config import RunConfig, TaskRunConfig
-from dape_jax.data.store import Corpora, DataConfig, find_corpus, open_corpus, verify_stores
+from dape_jax.data.store import Corpora, DataConfig, find_corpus, verify_stores
 from dape_jax.data.tokenizers import TOKENIZER_FILE, Bytes, Tokenizer
 from dape_jax.distributed import process_zero_only
 from dape_jax.errors import require
@@ -91,7 +91,7 @@ def load_corpora(config: DataConfig, lossy: bool = False) -> Corpora:
     require(bool(config.weights), "data.path", config.path, allowed)
     fields, held_out = config.fields, config.validation_path
     found = {path: find_corpus(path, config, name) for path, name in fields.items()}
-    corpora = {path: open_corpus(directory) for path, directory in found.items() if directory is not None}
+    corpora = {path: corpus for path, corpus in found.items() if corpus is not None}
     if config.document_separator and len(corpora) == len(found):
         unused = "data.document_separator = %r: not used: dape-prepare --document_separator divides text of a corpus"
         logger.warning(unused, config.document_separator)

@@ -118,8 +118,6 @@ def prepare_text(path: str, data: DataConfig, lossy: bool, field: str) -> Corpus
         corpus, record = prepare(PrepareConfig(**fields), is_cache=True)
     except InputError as error:
         raise InputError(f"{field} = {path!r}: {str(error).removeprefix(f'input = {path!r}: ')}") from error
-    except OSError as error:  # of input it is an InputError
-        raise OSError(f"data.cache_dir = {data.cache_dir!r}: {error}") from error
     if record.num_lossy:
         logger.warning("%d documents cannot be decoded exactly from their tokens", record.num_lossy)
     return corpus

@@ -29,7 +29,7 @@ from jaxtyping import Integer
 from dape_jax.data.prepare.config import PrepareConfig
 from dape_jax.data.prepare.inputs import DAMAGE, InputFile, open_input
 from dape_jax.data.prepare.megatron import read_documents as read_ids
-from dape_jax.errors import InputError, require, require_package
+from dape_jax.errors import InputError, require_package
 from dape_jax.files import LFS_POINTER
 from dape_jax.storage import is_remote
 
@@ -110,10 +110,9 @@ def _matches(value: Any, text: str) -> bool:
 
 
 def holds_ids(path: str) -> bool:
-    """Return whether a file contains token ids: a .bin with its .idx. In a bucket the name alone decides."""
+    """Return whether a local file contains token ids, which are mapped into memory: a .bin with its .idx."""
     prefix, suffix = os.path.splitext(path)
-    is_pair = suffix.lower() in (".bin", ".idx")
-    return is_pair and (is_remote(path) or all(os.path.exists(prefix + each) for each in (".bin", ".idx")))
+    return suffix.lower() in (".bin", ".idx") and all(os.path.exists(prefix + each) for each in (".bin", ".idx"))
 
 
 def read_records(file: InputFile, config: PrepareConfig, is_alone: bool) -> Iterator[tuple[int, Content | LeftOut]]:
@@ -125,8 +124,6 @@ def read_records(file: InputFile, config: PrepareConfig, is_alone: bool) -> Iter
     Raises:
         InputError: the file cannot be read. (Damaged content is left out.)
     """
-    is_local = not (holds_ids(file.path) and is_remote(file.path))
-    require(is_local, "input", file.path, "must be on a local disk with its .idx: token ids are mapped into memory")
     number = 0
     try:
         for number, found in enumerate(_records(file.path, config, is_alone), 1):
@@ -154,7 +151,7 @@ def _records(path: str, config: PrepareConfig, is_alone: bool) -> Iterator[Conte
             yield LeftOut("filtered", "a text has no fields")
         elif b"\0" in head:
             others = "give text in UTF-8, JSON lines or parquet; archives are not unpacked"
-            flat = "it has no .idx, and token files without one are not supported"
+            flat = "it has no .idx on the same local disk, and token files without one are not supported"
             yield LeftOut("binary file", f"a NUL byte: {flat if path.lower().endswith('.bin') else others}")
         elif config.separator is not None:
             yield from between(content, config.separator, config.max_length)
