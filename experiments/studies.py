@@ -57,7 +57,7 @@ def read_study(settings: Any, **evaluation: int) -> Study:
     store, digests = common_text(models, None)
     directory = make_results_directory(to_path(settings.output, "--output"), "--output")
     windows = choose_windows(store, max(settings.lengths), settings.windows)
-    return Study(models, store, digests[0], windows, directory)
+    return Study(models, store, digests[models[0].name], windows, directory)
 
 
 def interval(

@@ -26,7 +26,7 @@ from test_tasks import FOLDERS
 
 from dape_jax.config import TaskRunConfig, read_model
 from dape_jax.errors import InputError
-from dape_jax.evaluation import accuracy
+from dape_jax.evaluation import accuracy, trained
 from dape_jax.evaluation.accuracy import Tapes, compile_tapes, length_accuracy
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.programs import padded_batches, predicted_bytes
@@ -326,11 +326,11 @@ def test_only_output_symbols_count_and_a_diverged_model_answers_nothing(runs, mo
         assert 0 < (answers_BM == 0).mean() < 1
         assert result["accuracy"] == pytest.approx((answers_BM == 0).mean())
 
-    def diverged(trained):
-        mesh, params = restore(trained)
+    def diverged(model):
+        mesh, params = restore(model)
         return mesh, jax.tree.map(lambda leaf: leaf * np.float32(np.nan), params)
 
-    monkeypatch.setattr(accuracy, "restore", diverged)
+    monkeypatch.setattr(trained, "restore", diverged)
     evaluate_tasks(runs[:1], lengths=(2,), num_sequences=11, output=tmp_path / "diverged")
     assert [result["accuracy"] for result in read_runs(tmp_path / "diverged", "accuracy")[0]["lengths"]] == [0]
     assert "the model has diverged: its logits at length 2 are not finite" in caplog.text
@@ -430,7 +430,7 @@ def test_runs_on_tasks_are_not_compared_with_others(runs, tmp_path):
 
 
 def test_bad_evaluations_are_named_before_the_work(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr(accuracy, "restore", None)  # calling it is a TypeError
+    monkeypatch.setattr(trained, "restore", None)  # calling it is a TypeError
     for sizes, words in (
         ((1, 1, 4, 2), "model.vocab_multiple = 1: .*model.vocab_size = 3: must be a multiple of mesh.tensor = 2"),
         ((1, 1, 16, 1), "mesh = 'context=16': must multiply to 8 devices"),

@@ -25,7 +25,7 @@ from dape_jax.evaluation import report
 from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, run_in_batches
 from dape_jax.evaluation.protocols import methods_of, save
-from dape_jax.evaluation.trained import TrainedModel, compile_each, read_models, require_same, restore
+from dape_jax.evaluation.trained import TrainedModel, measure_each, read_models, require_same
 from dape_jax.model.attention import Blockwise, Dense
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.progress import Progress
@@ -55,12 +55,7 @@ def evaluate_tasks(
 
     methods_of([model.identity for model in models], options)  # refuses wrong names
     directory = make_results_directory(output or report.common_directory(workdirs))
-    results = []
-    for model, programs in zip(models, compile_each(models, compile_tapes), strict=True):  # as in `perplexity.py`
-        model_mesh, params = restore(model)
-        results.append(task_result(model, answer_tapes(model, programs, params, model_mesh)))
-        del params  # before the next model's are read
-    return save("accuracy", directory, results, options)
+    return save("accuracy", directory, measure_each(models, compile_tapes, task_result), options)
 
 
 # ---- tapes
@@ -203,18 +198,21 @@ def length_accuracy(length: int, right_B: Int[np.ndarray, "B"], counted_B: Int[n
     }
 
 
-def task_result(trained: TrainedModel[TaskRunConfig], lengths: list[dict[str, Any]]) -> dict[str, Any]:
+def task_result(
+    trained: TrainedModel[TaskRunConfig], programs: dict[int, Program], params: Params, mesh: Mesh
+) -> dict[str, Any]:
     """Return the result of one model, with its mean accuracies, which are None if there are no lengths to average.
 
     Differs: the reference slices the list of accuracies at lengths 1, 2, .. from index 41 on, so its score begins with
         length 42 instead of 41.
     """
+    run, train_length = trained.run, trained.run.train.train_length
+    lengths = answer_tapes(trained, programs, params, mesh)
 
     def mean(above: int, to: int | float) -> float | None:
         chosen = [each["accuracy"] for each in lengths if above < each["length"] <= to]
         return math.fsum(chosen) / len(chosen) if chosen else None
 
-    run, train_length = trained.run, trained.run.train.train_length
     return trained.identity | {
         "random_accuracy": run.data.of.random_accuracy,
         "dropout": run.evaluation.dropout,

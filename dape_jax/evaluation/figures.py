@@ -49,8 +49,6 @@ def perplexity_table(results: Results) -> Table:
     perplexities = only_drawn(each["perplexity"] for run in results for each in run["lengths"])
     if perplexities and max(perplexities) > LOG_FROM * min(perplexities):
         log_axis(panels[0])
-    for panel in panels:
-        mark_train_lengths(panel, [run["train_length"] for run in results])
     return Table(caption, rows, figure)
 
 
@@ -106,8 +104,6 @@ def positions_table(results: Results) -> Table:
         if "differences" in run:
             cells = (with_interval(each, "nats", "+.3f") for each in run["differences"] if "mean" in each)
             rows.append([_difference(run, results), *cells, ""])
-    for panel in panels:
-        mark_train_lengths(panel, [run["train_length"] for run in results])
     return Table(caption, rows, figure)
 
 
@@ -174,6 +170,8 @@ def _plot(
         panel.grid(alpha=0.3)
         panel.set(xlabel="position in the window (tokens)" if by_position else XLABEL, ylabel=label)
         panel.label_outer()
+        if name != "deltas":  # these are all beyond it
+            mark_train_lengths(panel, [run["train_length"] for run in results])
     add_legend(figure)
     return figure, panels
 
@@ -274,11 +272,10 @@ def band(
     axes: Axes, x: Sequence[int], intervals: Sequence[tuple[float | None, float | None]], color: ColorType
 ) -> None:
     """Shade the intervals, if there are any; a single one, which has no area, is a line."""
-    low = drawn(low for low, _ in intervals if low is not None)
-    high = drawn(high for _, high in intervals if high is not None)
-    if len(low) == len(high) == len(x):
+    low, high = zip(*intervals, strict=True)
+    if None not in low:
         alpha, linewidth = (0.4, 1.5) if len(x) == 1 else (0.15, 0)
-        axes.fill_between(x, low, high, color=color, alpha=alpha, linewidth=linewidth)
+        axes.fill_between(x, drawn(low), drawn(high), color=color, alpha=alpha, linewidth=linewidth)
 
 
 def add_legend(figure: Figure) -> None:

@@ -14,7 +14,6 @@ it calls them.
 
 import dataclasses
 import functools
-import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +34,7 @@ from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, model_at, run_in_batches
 from dape_jax.evaluation.protocols import PROTOCOLS, Protocol, longest_window, methods_of, save
 from dape_jax.evaluation.statistics import NllByLength
-from dape_jax.evaluation.trained import TrainedModel, compile_each, corpora_of, read_models, require_same, restore
+from dape_jax.evaluation.trained import TrainedModel, corpora_of, measure_each, read_models, require_same
 from dape_jax.model.positions import STRETCHES, Rope
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.progress import Progress
@@ -81,22 +80,18 @@ def evaluate(
     store, digests = common_text(models, options.data, options.split, options.verify)
     windows, facts = windows_of(store, models, options)
     directory = make_results_directory(output or report.common_directory(workdirs))
-    # Compile everything before reading parameters, so that a length that does not fit is refused early.
-    programs = compile_each(models, functools.partial(compile_lengths, num_windows=len(windows)))
-    evaluation, num_bytes, results = models[0].run.evaluation, None, []
+    evaluation, num_bytes = models[0].run.evaluation, None
     if store.tokenizer.decodes_tokens_alone:
         num_bytes = [scored_bytes(store, windows, n, min(n, evaluation.last_tokens)) for n in evaluation.lengths]
     documents = np.array([window.document for window in windows])
-    inputs = zip(models, digests, programs, strict=True)
-    for _, group in itertools.groupby(inputs, key=lambda each: each[0].workdir):
-        variants = list(group)  # of RoPE, with the same parameters
-        mesh_of_model, params = restore(variants[0][0])
-        for model, digest, compiled in variants:
-            nll = score_windows(compiled, params, mesh_of_model, store, windows, model.name)
-            scores = protocol.scores(documents, nll)._replace(num_bytes=num_bytes)
-            result = protocol.result(scores, model.run.train.train_length)
-            results.append(model.identity | {"data": digest, **facts} | result)
-        del params  # before the next model's are read
+
+    def measure(model: Model, programs: list[Program], params: Params, mesh: Mesh) -> dict[str, Any]:
+        nll = score_windows(programs, params, mesh, store, windows, model.name)
+        scores = protocol.scores(documents, nll)._replace(num_bytes=num_bytes)
+        facts_of_model = model.identity | {"data": digests[model.name]} | facts
+        return facts_of_model | protocol.result(scores, model.run.train.train_length)
+
+    results = measure_each(models, functools.partial(compile_lengths, num_windows=len(windows)), measure)
     return save(protocol.stem, directory, results, options)
 
 
@@ -167,8 +162,8 @@ def scored_as(protocol: Protocol, model: Model) -> Model:
 
 def common_text(
     models: Sequence[Model], data: str | None, split: str = "validation", verify: bool = False
-) -> tuple[TokenStore, list[str]]:
-    """Return the documents that all models are scored on, verified, and for each model the digest of its corpora.
+) -> tuple[TokenStore, dict[str, str]]:
+    """Return the documents that all models are scored on, verified, and by model the digest of its corpora.
 
     Imported models, which have no text, get that of the first trained one, with their own tokenizer.
 
@@ -177,27 +172,27 @@ def common_text(
             or all models are imported and `data` is None.
     """
     first = next((model for model in models if model.run.data.weights), models[0])
-    corpora, texts, load = [], {}, functools.cache(load_corpora)  # the log describes a text once
+    corpora, texts, load = {}, {}, functools.cache(load_corpora)  # the log describes a text once
     for model in models:
         if not model.run.data.weights:
             config = dataclasses.replace(first.run.data, tokenizer=model.run.data.tokenizer)
             run = dataclasses.replace(model.run, data=config)
             model = dataclasses.replace(model, run=run, data_digest=first.data_digest)
-        corpora.append(corpora_of(model, data, load))
-        stores = corpora[-1].train | corpora[-1].validation
+        corpora[model.name] = found = corpora_of(model, data, load)
+        stores = found.train | found.validation
         (tokenizer,) = {store.sidecar.tokenizer for store in stores.values()}
         texts[model.name] = f"{', '.join(stores)} as {tokenizer}"
     allowed = (
         "must be the same text and tokenizer for all; --data=TEXT scores all runs of one tokenizer on one text; "
         "to compare different tokenizers, evaluate each run alone, and read bits_per_byte"
     )
-    scored = [[store.sidecar.digest for store in each.stores(split)] for each in corpora]
-    require(scored.count(scored[0]) == len(models), "data", texts, allowed)
-    stores = corpora[0].stores(split)
+    scored = [[store.sidecar.digest for store in each.stores(split)] for each in corpora.values()]
+    require(scored.count(scored[0]) == len(scored), "data", texts, allowed)
+    stores = corpora[models[0].name].stores(split)
     allowed = f"must have documents in {texts[models[0].name]}; --split=all scores the documents of both splits"
     require(bool(stores), "split", split, allowed)
     verify_stores(stores, verify)
-    return joined(stores), [each.digest for each in corpora]
+    return joined(stores), {name: each.digest for name, each in corpora.items()}
 
 
 # ---- windows
@@ -340,8 +335,7 @@ def score_windows(
     programs: list[Program], params: Params, mesh: Mesh, store: TokenStore, windows: Sequence[Window], name: str
 ) -> NllByLength:
     """Run the programs of `compile_lengths`; return the nll of the scored tokens of every window, by length."""
-    nll_by_length = {}
-    flops = len(windows) * sum(program.row_flops for program in programs)
+    nll_by_length, flops = {}, len(windows) * sum(program.row_flops for program in programs)
     with jax.set_mesh(mesh), Progress(total=flops, unit="FLOP", unit_scale=True, desc=name) as bar:
         for program in programs:
             bar.set_postfix_str(f"length {program.length}")

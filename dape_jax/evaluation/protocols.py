@@ -17,7 +17,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,27 +64,24 @@ def methods_of(runs: Results, options: Options) -> list[Method]:
         key = (same, repeated[same, known["seed"]]) if options.group_seeds else number
         grouped.setdefault(key, []).append(run)
     labels = [label.split("=", 1) for label in options.labels]
-    names = dict.fromkeys(sorted({run["name"] for run in runs}))
-    tasks = [(ABSENT | of_method[0])["task"] for of_method in grouped.values()]
-    shared = list(zip(map(_common_name, grouped.values()), tasks, strict=True))
+    shared = [(_common_name(group), (ABSENT | group[0])["task"]) for group in grouped.values()]
     methods = []
-    for of_method, (name, task) in zip(grouped.values(), shared, strict=True):
-        first, *others = of_method
+    for group, (name, task) in zip(grouped.values(), shared, strict=True):
+        first, *others = group
         if others and (not name or shared.count((name, task)) > 1):
             name = f"{first['name']} and {len(others)} more"
-        known = {name}.union(*map(_names_of, of_method))
-        names[name] = None
+        known = {name}.union(*map(_names_of, group))
         given = list(dict.fromkeys(label for each, label in labels if each in known))
         advice = f"must be one for all runs of {name}; --group_seeds=no makes a method of each run"
         require(len(given) <= 1, "--labels", given, advice)
         # Escaped where it is not UTF-8, as the files and figures are.
         label = printable(given[0] if given else name)
-        methods.append(Method(name, known, label, task, of_method))
-    of_labels, of_baseline = [each for each, _ in labels], [options.baseline] if options.baseline else []
-    for field, given in (("labels", of_labels), ("baseline", of_baseline)):
-        for each in given:
-            is_known = any(each in method.names for method in methods)
-            require(is_known, f"--{field}", each, f"must be one of the runs {', '.join(names)}")
+        methods.append(Method(name, known, label, task, group))
+    names = dict.fromkeys([*sorted(run["name"] for run in runs), *(method.name for method in methods)])
+    asked = [("--labels", each) for each, _ in labels] + [("--baseline", options.baseline)] * bool(options.baseline)
+    for field, each in asked:
+        is_known = any(each in method.names for method in methods)
+        require(is_known, field, each, f"must be one of the runs {', '.join(names)}")
     advice = "needs another method to compare; --group_seeds=no makes one of each run"
     require(options.baseline is None or len(methods) > 1, "--baseline", options.baseline, advice)
     shown = [(method.label, method.task) for method in methods]
@@ -136,9 +132,6 @@ def _named(name: str, interval: Interval) -> Run:
 def saved_scores(runs: Sequence[Run]) -> Scores:
     """Return the scores of the runs of a method from their results."""
     of_runs = [run["positions"]["bins"] if "positions" in run else run["lengths"] for run in runs]
-    allowed = "must be evaluated again to be compared: the losses of its windows are not in the file"
-    has_windows = all("window_nats" in each for of_run in of_runs for each in of_run)
-    require(has_windows, "positions", [run["name"] for run in runs], allowed)
     nats = np.array([[each["window_nats"] for each in of_run] for of_run in of_runs]).swapaxes(1, 2)
     first, num_windows = of_runs[0], nats.shape[1]
     tokens = [
@@ -148,11 +141,6 @@ def saved_scores(runs: Sequence[Run]) -> Scores:
     places = [each["last"] if "last" in each else each["length"] for each in first]
     num_bytes = [each["num_bytes"] for each in first if "num_bytes" in each] or None
     return Scores(np.array(runs[0]["documents"]), places, nats, np.array(tokens).T, num_bytes)
-
-
-def mean_losses(result: Callable[[Scores, int], Run], runs: list[Run]) -> Run:
-    """Return the result of a method from the scores of its runs."""
-    return result(saved_scores(runs), runs[0]["train_length"])
 
 
 def loss_by_length(places: list[int], train_length: int) -> Difference:
@@ -169,16 +157,6 @@ def loss_by_position(places: list[int], train_length: int) -> Difference:
     """Compare the smoothed loss at every bin, around the train length and in the last octave."""
     means = [{"mean": "reference_nats"}, {"mean": "last_octave_nats"}]
     return "nats", statistics.levels(places, train_length), [*({"last": end} for end in places), *means]
-
-
-def loss_differences(
-    difference: Callable[[list[int], int], Difference], runs: list[Run], others: list[Run]
-) -> list[Run]:
-    """Return the differences of paired runs with their intervals."""
-    ours, theirs = saved_scores(runs), saved_scores(others)
-    field, statistic, at = difference(ours.places, runs[0]["train_length"])
-    found = over_seeds(ours.documents, (ours.nats, theirs.nats), ours.tokens, statistics.difference_of(statistic))
-    return [place | _named(field, each) for place, each in zip(at, found, strict=True)]
 
 
 # ---- accuracies
@@ -241,8 +219,17 @@ def longest_window(evaluation: EvaluationConfig, train_length: int) -> Evaluatio
     return dataclasses.replace(evaluation, lengths=(longest,), last_tokens=longest)
 
 
+class Report(NamedTuple):
+    """How results are compared and shown."""
+
+    stem: str  # of its files
+    combine: Callable[[list[Run]], Run]  # the seeds of a method -> its result
+    subtract: Callable[[list[Run], list[Run]], list[Run]]  # paired runs of two methods -> their differences
+    table: Callable[[Results], Table]
+
+
 class Protocol(NamedTuple):
-    """One question about language models."""
+    """One question about language models, and its `Report`."""
 
     stem: str  # of the files of its report
     windows: Callable[[EvaluationConfig, int], EvaluationConfig] | None  # what is scored; None: as the config says
@@ -250,6 +237,21 @@ class Protocol(NamedTuple):
     result: Callable[[Scores, int], Run]  # scores, T_train -> the result of a run, or of the seeds of a method
     difference: Callable[[list[int], int], Difference]  # places of the scores, T_train -> how two methods differ
     table: Callable[[Results], Table]
+
+    def combine(self, runs: list[Run]) -> Run:
+        """Return the result of a method from the scores of its runs."""
+        return self.result(saved_scores(runs), runs[0]["train_length"])
+
+    def subtract(self, runs: list[Run], others: list[Run]) -> list[Run]:
+        """Return the differences of paired runs with their intervals."""
+        ours, theirs = saved_scores(runs), saved_scores(others)
+        field, statistic, at = self.difference(ours.places, runs[0]["train_length"])
+
+        def difference(nats: np.ndarray, other_nats: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+            return statistic(nats, tokens) - statistic(other_nats, tokens)
+
+        found = over_seeds(ours.documents, (ours.nats, theirs.nats), ours.tokens, difference)
+        return [place | _named(field, each) for place, each in zip(at, found, strict=True)]
 
 
 PROTOCOLS = {
@@ -272,26 +274,15 @@ PROTOCOLS = {
 
 # ---- reports
 
-
-class Report(NamedTuple):
-    """How results are compared and shown."""
-
-    combine: Callable[[list[Run]], Run]  # the seeds of a method -> its result
-    subtract: Callable[[list[Run], list[Run]], list[Run]]  # paired runs of two methods -> their differences
-    table: Callable[[Results], Table]
-
-
-REPORTS = {
-    stem: Report(partial(mean_losses, result), partial(loss_differences, difference), table)
-    for stem, _, _, result, difference, table in PROTOCOLS.values()
-} | {"accuracy": Report(mean_accuracies, accuracy_differences, accuracy_table)}
+ACCURACY = Report("accuracy", mean_accuracies, accuracy_differences, accuracy_table)
+REPORTS = {report.stem: report for report in (*PROTOCOLS.values(), ACCURACY)}
 
 
 def compare(stem: str, runs: Results, options: Options) -> list[Run]:
     """Return the result of each method, and `differences` from the baseline: on the same windows, or the same task.
 
     Raises:
-        InputError: see `methods_of`; or a file of an earlier version has not the losses that a comparison needs.
+        InputError: see `methods_of`.
     """
     methods, found = methods_of(runs, options), []
     baselines = [method for method in methods if options.baseline in method.names]
@@ -313,7 +304,7 @@ def table_of(stem: str, runs: Results, options: Options) -> tuple[Results, Table
     """Return the results that are shown in place of the runs, and their table and figure."""
     shown = compare(stem, runs, options)
     table = REPORTS[stem].table(shown)
-    if "bos" in runs[0] and runs[0]["bos"] is not None and "stride" not in runs[0]:
+    if runs[0].get("bos") and "stride" not in runs[0]:
         table = table._replace(caption=f"{table.caption} The first token of each sequence is {runs[0]['bos']}.")
     return shown, table
 

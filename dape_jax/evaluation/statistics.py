@@ -112,17 +112,6 @@ def over_seeds(
 # ---- statistics other than the mean loss, which is `np.divide`
 
 
-def difference_of(statistic: Statistic) -> Statistic:
-    """Return the statistic of paired sums: of the first half of the sums, minus that of the second half."""
-
-    def difference(*sums_and_tokens: np.ndarray) -> np.ndarray:
-        *sums, tokens = sums_and_tokens
-        ours, others = sums[: len(sums) // 2], sums[len(sums) // 2 :]
-        return statistic(*ours, tokens) - statistic(*others, tokens)
-
-    return difference
-
-
 def gains(nats: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Return the statistic of the gain from context at every length after the first; see `gains_of`."""
     perplexities = np.exp(nats / tokens)

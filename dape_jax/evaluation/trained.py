@@ -30,7 +30,6 @@ from dape_jax.training.step import abstract_params
 
 logger = logging.getLogger(__name__)
 
-Programs = TypeVar("Programs")
 AnyRunConfig = TypeVar("AnyRunConfig", bound=RunConfig | TaskRunConfig)
 UNGROUPED = (*RESUMABLE_FIELDS, "model.vocab_multiple")  # config fields that do not change results
 
@@ -155,16 +154,29 @@ def named_apart(models: Sequence[TrainedModel[AnyRunConfig]], field: str) -> lis
     raise InputError(f"{field} = {[str(model.workdir) for model in models]}: must be different directories")
 
 
-def compile_each(models: Sequence[TrainedModel], compile_model: Callable[..., Programs]) -> list[Programs]:
-    """Return the programs of every model; models such as those of several seeds have the same, compiled once."""
-    programs, keys = dict[Any, Programs](), []
+def measure_each(
+    models: Sequence[TrainedModel], compile_model: Callable[..., Any], measure: Callable[..., dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the result `measure(model, compile_model(model), params, mesh)` of every model.
+
+    All programs are compiled before any parameters are read, so that a length that does not fit is refused early.
+    Models that differ only in seeds share their programs, and variants of RoPE their parameters.
+    """
+
+    def key_of(model: TrainedModel) -> tuple[Any, ...]:
+        run, data = model.run, dataclasses.replace(model.run.data, seed=0)
+        return run.model, run.evaluation, run.train.train_length, data, model.mesh, model.rotary
+
+    programs, results = {}, []
     for model in models:
-        run = model.run
-        of_data = dataclasses.replace(run.data, seed=0)
-        keys.append((run.model, run.evaluation, run.train.train_length, of_data, model.mesh, model.rotary))
-        if keys[-1] not in programs:
-            programs[keys[-1]] = compile_model(model)
-    return [programs[key] for key in keys]
+        if key_of(model) not in programs:
+            programs[key_of(model)] = compile_model(model)
+    for _, group in itertools.groupby(models, key=lambda model: model.workdir):
+        first, *others = group
+        mesh, params = restore(first)
+        results += [measure(model, programs[key_of(model)], params, mesh) for model in (first, *others)]
+        del params  # before the next model's are read
+    return results
 
 
 def require_same(models: Sequence[TrainedModel], *fields: str) -> None:
