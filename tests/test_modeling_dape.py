@@ -182,7 +182,6 @@ def attend_random(num_rows: int = 5, key_heads: int = 4, **options: Any) -> torc
         (lambda: theirs.make_processor({"name": "dape", "leak": True}, 2, True), "leak = True: must be one of"),
         (lambda: theirs.DapeConfig(norm="batch"), "norm = 'batch': must be one of"),
         (lambda: theirs.DapeConfig(bias={"name": "alibis"}), "bias = 'alibis': must be one of"),
-        (lambda: theirs.DapeConfig(num_heads=6, num_kv_heads=4), "num_kv_heads = 4: must divide num_heads = 6"),
         (lambda: theirs.DapeConfig(causal=False), "causal = False: must be one of"),
         (lambda: attend_random(processor=theirs.Dape(4, True)), "must be given, as has_bias=True"),
         (lambda: attend_random(bias=theirs.Alibi(4), processor=theirs.Dape(4, False)), "must be None, as has_bias=Fa"),

@@ -8,6 +8,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import jax
 import numpy as np
 import safetensors.numpy
@@ -25,11 +26,10 @@ from dape_jax.kernels.cuda import nvrtc, tiling
 from dape_jax.kernels.cuda.compiler import SOURCES
 from dape_jax.model.transformer import Params, flat_params, parameter_kind
 from dape_jax.pretrained.families import NOT_EXPORTED
-from dape_jax.pretrained.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
+from dape_jax.pretrained.files import CONFIG_FILE, INDEX_FILE
 from dape_jax.pretrained.options import ExportFlags
 from dape_jax.storage import to_path
 
-MODELING_FILE, LAUNCHER_FILE, KERNELS_FILE = "modeling_dape.py", "cuda_dape.py", "cuda_kernels.py"
 DTYPES = ("float32", "bfloat16", "float16")
 # Values of fields of the `model` section that modeling_dape.py has; it cannot be imported without PyTorch.
 EXPORTED: dict[tuple[str, ...], tuple[Any, ...]] = {
@@ -40,9 +40,6 @@ EXPORTED: dict[tuple[str, ...], tuple[Any, ...]] = {
     ("processor", "edge"): ("prefix",),
     ("processor", "leak"): (False,),
 }
-KERNELS_DOC = (
-    "CUDA kernels of DAPE, and their compiler and tiles: parts of `dape_jax.kernels.cuda`, written by dape-export."
-)
 _FILE_BYTES = 5 * 10**9  # maximum bytes of tensors in one file
 
 
@@ -87,11 +84,12 @@ def write_code(directory: Path | str) -> None:
 
     The kernels' sources are strings of a Python file, because transformers copies only Python files to its cache.
     """
-    for name in (MODELING_FILE, LAUNCHER_FILE):
+    for name in ("modeling_dape.py", "cuda_dape.py"):
         shutil.copy(Path(__file__).with_name(name), directory)
+    doc = '"""CUDA kernels of DAPE, with their compiler and tiles: parts of `dape_jax.kernels.cuda`."""'
     sources = "".join(f"SOURCES[{name!r}] = r'''{text}'''\n" for name, text in SOURCES.items())
-    parts = (f'"""{KERNELS_DOC}"""', inspect.getsource(tiling), inspect.getsource(nvrtc), f"SOURCES = {{}}\n{sources}")
-    Path(directory, KERNELS_FILE).write_text("\n\n".join(parts), encoding="utf-8")
+    parts = (doc, inspect.getsource(tiling), inspect.getsource(nvrtc), f"SOURCES = {{}}\n{sources}")
+    Path(directory, "cuda_kernels.py").write_text("\n\n".join(parts), encoding="utf-8")
 
 
 def hf_config(trained: TrainedModel, tokenizer: Tokenizer, conventions: Conventions, dtype: str) -> dict[str, Any]:
@@ -103,9 +101,9 @@ def hf_config(trained: TrainedModel, tokenizer: Tokenizer, conventions: Conventi
         "model_type": "dape",
         "architectures": ["DapeForCausalLM"],
         "auto_map": {
-            "AutoConfig": f"{Path(MODELING_FILE).stem}.DapeConfig",
-            "AutoModel": f"{Path(MODELING_FILE).stem}.DapeModel",
-            "AutoModelForCausalLM": f"{Path(MODELING_FILE).stem}.DapeForCausalLM",
+            "AutoConfig": "modeling_dape.DapeConfig",
+            "AutoModel": "modeling_dape.DapeModel",
+            "AutoModelForCausalLM": "modeling_dape.DapeForCausalLM",
         },
         **model,
         "max_position_embeddings": trained.run.train.train_length,
@@ -139,24 +137,22 @@ def write_tensors(params: Params, directory: Path, dtype: str) -> None:
                 tensors[".".join(("layers", str(layer), *path[1:]))] = leaf, (layer,), kind
         else:
             tensors[".".join(path)] = leaf, (), kind
-    sizes = {name: math.prod(leaf.shape[len(index) :]) * kind.itemsize for name, (leaf, index, kind) in tensors.items()}
-    files: list[list[str]] = [[]]
-    for name, size in sizes.items():
-        if files[-1] and sum(sizes[other] for other in files[-1]) + size > _FILE_BYTES:
-            files.append([])
-        files[-1].append(name)
-    names = [WEIGHTS_FILE]
-    if len(files) > 1:
-        names = [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
-        weight_map = {name: file for file, members in zip(names, files, strict=True) for name in members}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        write_json(directory / INDEX_FILE, index)
-    for file, members in zip(tqdm(names, unit="file", desc=directory.name, disable=None), files, strict=True):
+
+    def num_bytes(tensor: tuple[Array, tuple[int, ...], np.dtype]) -> int:
+        leaf, index, kind = tensor
+        return math.prod(leaf.shape[len(index) :]) * kind.itemsize
+
+    files = huggingface_hub.split_state_dict_into_shards_factory(
+        tensors, get_storage_size=num_bytes, filename_pattern="model{suffix}.safetensors", max_shard_size=_FILE_BYTES
+    )
+    if files.is_sharded:
+        write_json(directory / INDEX_FILE, {"metadata": files.metadata, "weight_map": files.tensor_to_filename})
+    for file in tqdm(files.filename_to_tensors, unit="file", desc=directory.name, disable=None):
         values = {}
-        for name in members:
-            leaf, layer, kind = tensors[name]
+        for name in files.filename_to_tensors[file]:
+            leaf, index, kind = tensors[name]
             with np.errstate(over="ignore"):
-                values[name] = np.asarray(jax.device_get(leaf[layer]), kind, order="C")
+                values[name] = np.asarray(jax.device_get(leaf[index]), kind, order="C")
             allowed = f"{name} has values beyond its largest number; must be float32 or bfloat16"
             require(bool(np.isfinite(values[name]).all()), "dtype", dtype, allowed)
         safetensors.numpy.save_file(values, directory / file, {"format": "pt"})

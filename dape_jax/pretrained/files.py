@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import safetensors
 
-from dape_jax.errors import InputError, install_command, printable, require
+from dape_jax.errors import InputError, printable, require
 from dape_jax.files import read_json
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class Source:
 def find_source(source: str) -> Path:
     """Return the directory of a checkpoint: a local one, or the cache's copy of a model on Hugging Face's hub.
 
-    Only configs, safetensors and tokenizers are downloaded, by the package huggingface_hub.
+    Only configs, safetensors and tokenizers are downloaded.
 
     Raises:
         InputError: there is neither; the message has the command that downloads the model.
@@ -120,14 +121,10 @@ def find_source(source: str) -> Path:
     directory = Path(source).expanduser()
     if directory.exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source, re.ASCII):
         return directory
-    advice = f"must be a directory, or a model of the hub; to download it: hf download {source} --local-dir=DIRECTORY"
-    try:
-        import huggingface_hub  # an optional package, of the extra hf
-    except ImportError as error:
-        raise InputError(f"source = {source!r}: {advice} ({install_command('hf')})") from error
     try:
         return Path(huggingface_hub.snapshot_download(source, allow_patterns=_DOWNLOADED, ignore_patterns=_COPIES))
     except Exception as error:  # of its own, of httpx, and of the file system
+        advice = f"must be a directory, or a model of the hub: hf download {source} --local-dir=DIRECTORY"
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"source = {source!r}: {advice}. {type(error).__name__}: {reason}") from error
 
@@ -140,9 +137,7 @@ def open_source(directory: Path) -> Source:
     """
     allowed = "must be a directory; for a model of the hub: hf download NAME --local-dir=DIRECTORY"
     require(directory.is_dir(), "source", str(directory), allowed)
-    allowed = (
-        "must be missing: merge the adapter into its model (merge_and_unload()); if it is merged, remove this file"
-    )
+    allowed = "must be missing: merge the adapter into its model (merge_and_unload()), or remove it if it is merged"
     require(not (directory / ADAPTER_FILE).exists(), "source", str(directory / ADAPTER_FILE), allowed)
     allowed = f"must have {CONFIG_FILE}; in the hub's cache, name a directory below snapshots"
     require((directory / CONFIG_FILE).exists(), "source", str(directory), allowed)
@@ -163,12 +158,11 @@ def _read_index(directory: Path) -> dict[str, TensorInfo]:
     weight_map = read_json(where).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{where}: weight_map: must be a JSON object that is not empty")
-    for name, file in weight_map.items():
-        is_name = isinstance(file, str) and file.endswith(".safetensors") and Path(file).name == file
-        shown = short(file) if isinstance(file, str) else file
-        allowed = "must be the name of a .safetensors file in this directory"
-        require(is_name, f"{where}: {short(name)}", shown, allowed)
-    headers = [_read_header(directory / file) for file in dict.fromkeys(weight_map.values())]
+    files = dict.fromkeys(weight_map.values())
+    for file in files:
+        is_name = file.endswith(".safetensors") and Path(file).name == file
+        require(is_name, f"{where}: file", short(file), "must be the name of a .safetensors file in this directory")
+    headers = [_read_header(directory / file) for file in files]
     return {name: info for header in headers for name, info in header.items()}
 
 

@@ -10,7 +10,6 @@ import functools
 import importlib
 import json
 import logging
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -96,18 +95,14 @@ def source_tokenizer(directory: Path, num_ids: int) -> Tokenizer:
         InputError: there is no tokenizer, or it cannot be converted.
     """
     file = directory / TOKENIZER_FILE
-    with tempfile.TemporaryDirectory() as folder:
-        if not file.exists():
-            _convert_tokenizer(directory, folder)
-            file = Path(folder, TOKENIZER_FILE)
-        content = read_json(file)
-        added = _added_tokens(directory, content.get("added_tokens") or [])
-        content["added_tokens"] = [token for token in added if token["id"] < num_ids]
-        names = {token["content"] for token in content["added_tokens"]}
-        if others := ", ".join(token["content"] for token in added if token["content"] not in names):
-            logger.warning("%s: tokens without an embedding are left out: %s", directory, short(others))
-        end = special_tokens(directory).get("eos_token") if names.isdisjoint(END_TOKENS) else None
-        return HfTokenizer(json.dumps(content), str(directory / TOKENIZER_FILE), end)
+    content = read_json(file) if file.exists() else _convert_tokenizer(directory)
+    added = _added_tokens(directory, content.get("added_tokens") or [])
+    content["added_tokens"] = [token for token in added if token["id"] < num_ids]
+    names = {token["content"] for token in content["added_tokens"]}
+    if others := ", ".join(token["content"] for token in added if token["content"] not in names):
+        logger.warning("%s: tokens without an embedding are left out: %s", directory, short(others))
+    end = special_tokens(directory).get("eos_token") if names.isdisjoint(END_TOKENS) else None
+    return HfTokenizer(json.dumps(content), str(file), end)
 
 
 def _added_tokens(directory: Path, added: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -124,8 +119,8 @@ def _added_tokens(directory: Path, added: list[dict[str, Any]]) -> list[dict[str
     return list(tokens.values())
 
 
-def _convert_tokenizer(directory: Path, folder: str) -> None:
-    """Write the tokenizer.json that transformers makes of a checkpoint's other files.
+def _convert_tokenizer(directory: Path) -> dict[str, Any]:
+    """Return the tokenizer.json that transformers makes of a checkpoint's other files.
 
     A sentencepiece model is converted as it describes itself: the class that `tokenizer_class` names may be of another
     kind (LlamaTokenizer of Unigram). Some releases of transformers give other ids than sentencepiece, which is compared
@@ -146,16 +141,17 @@ def _convert_tokenizer(directory: Path, folder: str) -> None:
     where = f"source = {str(directory)!r}: {others[0]} cannot be converted"
     try:
         tokenizer = kind.from_pretrained(directory, trust_remote_code=False)
-        tokenizer.save_pretrained(folder)
+        content = json.loads(tokenizer.backend_tokenizer.to_str())
     except Exception as error:  # of many kinds: a damaged file, or the package sentencepiece is missing
         raise InputError(f"{where}: {' '.join(str(error).split())[:200]}{advice}") from error
     if not others[0].endswith(".model"):
-        return
+        return content
     with contextlib.suppress(ImportError, RuntimeError):  # sentencepiece is missing, or the model is of tiktoken
         sentencepiece = importlib.import_module("sentencepiece")
         expected = sentencepiece.SentencePieceProcessor(model_file=str(directory / others[0])).encode(_SAMPLE)
         if tokenizer.encode(_SAMPLE, add_special_tokens=False) != expected:
             raise InputError(f"{where}: update transformers: this release gives other ids than sentencepiece")
+    return content
 
 
 def run_spec(

@@ -148,8 +148,6 @@ class DapeConfig(PretrainedConfig):
         _one_of("bias", self.bias["name"], ("nope", *BIASES))
         _one_of("processor", self.processor["name"], ("none", "dape"))
         _one_of("causal", self.causal, (True,))
-        divides = self.num_heads % self.num_kv_heads == 0
-        _require(divides, "num_kv_heads", self.num_kv_heads, f"must divide num_heads = {self.num_heads}")
         fields["tie_word_embeddings"] = False  # a tied model uses the table twice and has no second parameter to tie
         super().__init__(**fields)
 
@@ -867,11 +865,7 @@ class DapeModel(PreTrainedModel):
                 raise ValueError(f"{name}: must be None or False: this model has no such argument")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids: must be given, or inputs_embeds, and not both")
-        if cache is None:
-            cache = past_key_values
-        else:
-            kind = type(past_key_values).__name__
-            _require(past_key_values is None, "past_key_values", kind, "must be None beside cache")
+        cache = past_key_values if cache is None else cache
         x_BTD = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         shape = tuple(x_BTD.shape[:-1])
         _require(len(shape) == 2 and shape[1] > 0, "shape of input_ids", shape, "must be [B, T], with a token or more")
