@@ -12,8 +12,6 @@ import pytest
 import tiny
 from processes import ROOT, arguments, environment, run_python
 
-from dape_jax.__main__ import COMMANDS
-
 pytestmark = pytest.mark.extra
 
 FILES = (
@@ -78,21 +76,16 @@ def test_methods_outside_the_package(tmp_path):
     """Write the module of `docs/own_methods.md`, and type the page's commands, with a small model and two seeds."""
     page = (ROOT / "docs" / "own_methods.md").read_text()
     (module,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    here, flags = tmp_path / "here", [*arguments(tmp_path), "--config.train.num_steps=2"]
+    here, flags = tmp_path / "here", " ".join([*arguments(tmp_path), "--config.train.num_steps=2"])
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # of the console commands
     tiny.write_text(tmp_path / "text")
     (here / "other").mkdir(parents=True)
     (here / "my_methods.py").write_text(module)
-    for name, module_of in COMMANDS.items():  # console commands, whose directory is in the search path, not this one
-        program = tmp_path / "bin" / name
-        program.parent.mkdir(exist_ok=True)
-        more = f"import sys; sys.argv += {flags if name == 'dape-train' else []}"
-        program.write_text(f"#!{sys.executable}\n{more}\nfrom dape_jax.{module_of} import command\ncommand()\n")
-        program.chmod(0o755)
-    path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
 
     def type_in(lines: str, where: Path = here) -> subprocess.CompletedProcess:
+        command = ["bash", "-ec", lines.replace("dape-train ", f"dape-train {flags} ")]
         return subprocess.run(
-            ["bash", "-ec", lines], cwd=where, env=environment(PATH=path), capture_output=True, text=True, check=False
+            command, cwd=where, env=environment(PATH=path), capture_output=True, text=True, check=False
         )
 
     commands, contracts = (
@@ -109,8 +102,11 @@ def test_methods_outside_the_package(tmp_path):
     assert (here / "runs/lengths.pdf").read_bytes().startswith(b"%PDF")
     train = re.findall(r"dape-train .*\\\n.*", commands)[0].replace("$seed", "0")
     assert "complete: step 2 of 2" in type_in(train).stderr
-    done = type_in("dape-train --import=my_methods --config=configs/quickstart.py --help=model.bias")
-    assert "--config.model.bias.initial_a  (float)\n      initial value of a\n      default: 1.0" in done.stdout
+    in_another_style = f"from __future__ import annotations\n{module.replace('    ', '  ')}"
+    for text in (in_another_style, module):
+        (here / "my_methods.py").write_text(text)
+        done = type_in("dape-train --import=my_methods --config=configs/quickstart.py --help=model.bias")
+        assert "--config.model.bias.initial_a  (float)\n      initial value of a\n      default: 1.0" in done.stdout
     for line, where, words in (
         ("dape-export --workdir=runs/own/seed0 --output=exported", here, "model.bias.name = 'inverse': .*exported"),
         ("dape-eval --workdir=../runs/own/seed0", here / "other", "model.imports = 'my_methods': not found: .*"),

@@ -249,12 +249,6 @@ def run_tiny(name: str, world: dict[str, str], seeds: tuple[int, ...] = (), task
     return [stored[item.run.name] for item in planned]
 
 
-def length_result(length: int, perplexity: float) -> dict:
-    """Return the results of one window with one scored token."""
-    nats = math.log(perplexity)
-    return {"length": length, "perplexity": perplexity, "num_tokens": 1, "num_windows": 1, "window_nats": [nats]}
-
-
 @pytest.fixture
 def trained(monkeypatch) -> list[tuple[str, int]]:
     """Return the list of models that would be trained, by method and seed; results are computed from the seed."""
@@ -262,8 +256,9 @@ def trained(monkeypatch) -> list[tuple[str, int]]:
 
     def train_and_evaluate(item, workdirs):
         models.append((item.run.model.method, item.run.seed))
-        results = [length_result(length, length + item.run.seed / 8) for length in item.run.lengths]
-        return {"documents": [0], "lengths": results}
+        found = {length: length + item.run.seed / 8 for length in item.run.lengths}  # perplexities of one token
+        results = [{"length": n, "perplexity": p, "window_nats": [math.log(p)]} for n, p in found.items()]
+        return {"documents": [0], "lengths": [each | {"num_tokens": 1, "num_windows": 1} for each in results]}
 
     monkeypatch.setattr(run, "train_and_evaluate", train_and_evaluate)
     return models
