@@ -71,8 +71,8 @@ def _claim(group: Group, text: str, claim: Claim, item: Judgement) -> Content:
     metric = EXPERIMENTS[group.experiment].metric
     describe_in = functools.partial(describe, metric=metric, preset=group.preset)
 
-    less, unit = item.deciding.less, item.deciding.unit
-    content |= {"holding": item.num_pairs("holds"), "contradicted": item.num_pairs("contradicted"), "unit": unit}
+    less, counts = item.deciding.less, Counter(verdict for _, verdict in item.pairs)
+    content |= {"holding": counts["holds"], "contradicted": counts["contradicted"], "unit": item.deciding.unit}
     content |= {"deciding": describe_in(less)} | item.deciding.numbers()
     content["pairs"] = [
         {"pair": describe_in(weakest.less, with_length=False), "verdict": verdict}

@@ -108,10 +108,6 @@ class Judgement:
     pairs: tuple[tuple[Difference, Verdict], ...]  # the weakest comparison of each, and its verdict
     deciding: Difference | None
 
-    def num_pairs(self, verdict: Verdict) -> int:
-        """Return the number of pairs with a verdict."""
-        return sum(found == verdict for _, found in self.pairs)
-
 
 def judge(claim: Claim, lookup: Lookup, metric: str) -> Judgement:
     """Return the verdict on a claim.
