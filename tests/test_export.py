@@ -128,25 +128,33 @@ def test_the_exported_model_is_that_of_the_run(name, exported, tmp_path):
 
 
 def test_the_code_is_loaded_from_a_directory_the_hub_and_a_saved_model(exported, tmp_path):
-    """Each has the kernels' sources. The hub is its cache, as after a download."""
-    directory = exported("llama")[1]
+    """Each has the kernels' sources. The hub is its cache, as after a download. A saved model can also be imported."""
+    workdir, directory = exported("llama")
     commit, hub = "0123456789abcdef" * 2 + "01234567", tmp_path / "models--someone--model"
     shutil.copytree(directory, hub / "snapshots" / commit)
     (hub / "refs").mkdir()
     (hub / "refs" / "main").write_text(commit)
-    found = load_model(directory), load_model("someone/model", cache_dir=tmp_path, local_files_only=True)
-    found[0].save_pretrained(tmp_path / "saved")
-    logits = []
-    for model in (*found, load_model(tmp_path / "saved")):
+    model, of_hub = load_model(directory), load_model("someone/model", cache_dir=tmp_path, local_files_only=True)
+    assert torch.equal(model(torch.tensor(tokens())).logits, of_hub(torch.tensor(tokens())).logits)
+    with torch.no_grad():
+        model.layers[1].mlp.up_DF += 1
+    model.save_pretrained(tmp_path / "saved")
+    found = model, of_hub, load_model(tmp_path / "saved")
+    for model in found:
         code = sys.modules[type(model).__module__]
         assert code.__name__.startswith("transformers_modules.")
         assert code.why_not_cuda(*torch.zeros(3, 1, 20, 4, 8)) == "the tensors are on cpu"
         launcher = sys.modules[code.why_not_in_cuda.__module__]
         assert launcher.__name__ == code.__name__.replace("modeling_dape", "cuda_dape")
         assert launcher.SOURCES == compiler.SOURCES
-        logits.append(model(torch.tensor(tokens())).logits)
-    assert torch.equal(logits[0], logits[1])
-    assert torch.equal(logits[0], logits[2])
+    changed, _, saved = (model.state_dict() for model in found)
+    assert all(torch.equal(value, saved[key]) for key, value in changed.items())
+    transformers.AutoTokenizer.from_pretrained(directory).save_pretrained(tmp_path / "saved")
+    load.import_run(ImportFlags(str(tmp_path / "saved"), str(tmp_path / "back")))
+    (config, params), (expected_config, expected) = ours(tmp_path / "back"), ours(workdir)
+    expected["layers"]["mlp"]["up_DF"] = expected["layers"]["mlp"]["up_DF"] + np.array([0, 1], "f4")[:, None, None]
+    chex.assert_trees_all_equal(params, expected)
+    assert config.bias == expected_config.bias
 
 
 def test_sixteen_bits_in_several_files(exported, tmp_path, monkeypatch):
@@ -190,23 +198,6 @@ def test_a_value_beyond_float16_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"^dtype = 'float16': embedding_VD has values beyond"):
         export.write_tensors(params, tmp_path, "float16")
     export.write_tensors(params, tmp_path, "bfloat16")
-
-
-def test_a_model_saved_by_pytorch_is_imported(exported, tmp_path):
-    """Import a model that transformers has loaded, changed and saved, with its code."""
-    workdir, directory = exported("llama")
-    model = load_model(directory)
-    with torch.no_grad():
-        model.layers[1].mlp.up_DF += 1
-    model.save_pretrained(tmp_path / "saved")
-    transformers.AutoTokenizer.from_pretrained(directory).save_pretrained(tmp_path / "saved")
-    again = load_model(tmp_path / "saved").state_dict()
-    assert all(torch.equal(value, again[key]) for key, value in model.state_dict().items())
-    load.import_run(ImportFlags(str(tmp_path / "saved"), str(tmp_path / "back")))
-    (config, params), (expected_config, expected) = ours(tmp_path / "back"), ours(workdir)
-    expected["layers"]["mlp"]["up_DF"] = expected["layers"]["mlp"]["up_DF"] + np.array([0, 1], "f4")[:, None, None]
-    chex.assert_trees_all_equal(params, expected)
-    assert config.bias == expected_config.bias
 
 
 def test_parameters_that_a_checkpoint_lacks_are_those_of_a_new_model(exported, tmp_path):

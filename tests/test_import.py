@@ -815,7 +815,7 @@ def test_the_memory_of_an_import_is_that_of_one_tensor(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     shapes = {each.name_in(layer): each.shape for each in family.tensors.values() for layer in range(32)}
     safetensors.numpy.save_file({name: np.zeros(shape, "f2") for name, shape in shapes.items()}, tmp_path / WEIGHTS)
-    model = read_model(run_spec(family.model | {"dtype": "float32"}, 64, "", Bytes())["model"])
+    model = read_model(run_spec(family.model | {"dtype": "float32"}, 64, "bytes")["model"])
     source, sizes = open_source(tmp_path), [4 * math.prod(shape) for shape in shapes.values()]
     tracemalloc.start()
     load.read_params(source, family.tensors, model, mesh)

@@ -78,7 +78,7 @@ class Fields:
 
     def is_given(self, name: str) -> bool:
         """Return whether the config has this field, and it is not null."""
-        return name in self.config and self.config[name] is not None
+        return self.config.get(name) is not None
 
     def rename(self, **names: str) -> None:
         """Read fields under other names. A field that the config has under both must have the same value twice."""
@@ -94,8 +94,7 @@ class Fields:
         """Raise `InputError` for a field unless the condition holds. Long values are shortened in the message."""
         if not condition:
             name = self.names.get(name, name)
-            value = self.config[name] if name in self.config else None
-            raise InputError(f"{self.where}: {short(name)} = {short(repr(value))}: {allowed}")
+            raise InputError(f"{self.where}: {short(name)} = {short(repr(self.config.get(name)))}: {allowed}")
 
     def take(self, name: str, kind: type, default: Any = None) -> Any:
         """Return a field, or the default if it is missing or null. Without a default the field is required.

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from etils import epath
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -69,8 +68,8 @@ def import_run(given: ImportFlags) -> None:
     else:
         chosen = read_tokenizer(given.tokenizer, "tokenizer")
     require(checkpoint.read_config(workdir) is None, "workdir", str(workdir), "must not contain a run")
-    spec = run_spec(family.model | {"dtype": given.dtype}, length, absolute(workdir) / TOKENIZER_FILE, chosen)
-    run = RunConfig.from_dict(spec)
+    tokenizer = chosen.name if chosen.name == "bytes" else str(absolute(workdir) / TOKENIZER_FILE)
+    run = RunConfig.from_dict(run_spec(family.model | {"dtype": given.dtype}, length, tokenizer))
     allowed = f"must be at least the tokenizer's {chosen.vocab_size}"
     require(chosen.vocab_size <= run.model.vocab_size, "vocab_size", run.model.vocab_size, allowed)
     check_tensors(source, family.tensors, run.model.num_layers)
@@ -154,18 +153,15 @@ def _convert_tokenizer(directory: Path) -> dict[str, Any]:
     return content
 
 
-def run_spec(
-    model: dict[str, Any], train_length: int, tokenizer_file: epath.PathLike, tokenizer: Tokenizer
-) -> dict[str, Any]:
+def run_spec(model: dict[str, Any], train_length: int, tokenizer: str) -> dict[str, Any]:
     """Return the config of an imported run; `configs/continued.py` reads it to continue training."""
-    name = tokenizer.name if tokenizer.name == "bytes" else str(tokenizer_file)
     windows = {"last_tokens": min(256, train_length), "max_windows": 128, "blockwise_from": 1024, "block_size": 128}
     steps = {"num_steps": 1000, "eval_interval": 100, "validation_batches": 8, "checkpoint_interval": 500}
     # Learned positions have no rows for longer sequences.
     factors = (1, 2, 4, 8) if model.get("learned_positions") is None else (1,)
     return common.make(
         model=model | {"attention": {"name": "auto"}, "vocab_multiple": 1},
-        data={"path": None, "tokenizer": name},
+        data={"path": None, "tokenizer": tokenizer},
         optimizer={"learning_rate": 1e-4, "warmup_fraction": 0.05},
         train={"train_length": train_length, "batch_size": 32, **steps},
         evaluation={"lengths": tuple(train_length * factor for factor in factors), **windows},
