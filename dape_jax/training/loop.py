@@ -166,7 +166,7 @@ def _train(
             checkpoint.Checkpoints(workdir, run.train.max_to_keep) as manager,
             MetricLogger(files, run, start) as metric_logger,
             Trace(files, run.train.profile_steps) as trace,
-            watchdog(start) as note_end,
+            watchdog() as note_step,
         ):
             if preemption.should_stop(start):
                 raise preemption.stopped(f"before step {start + 1}")
@@ -182,7 +182,7 @@ def _train(
                 state, metrics = train_step(state, batch)
                 trace.end(step, metrics)
                 metric_logger.log(step, metrics, int(tokens) * run.train.batch_size)
-                note_end(step - 1)  # whose metrics were fetched
+                note_step()  # the metrics of the step before were fetched
                 last, stop = step == run.train.num_steps, preemption.should_stop(step)
                 is_due = timer.is_due(step) or step % run.train.checkpoint_interval == 0
                 refresh_lock()

@@ -94,11 +94,7 @@ class MetricLogger(contextlib.ExitStack):
         self.fetched_at, self.tokens, self.seconds = time.monotonic(), 0, 0.0  # since the last line of progress
 
     def log(self, step: int, metrics: dict[str, jax.Array], tokens: int) -> None:
-        """Accept the metrics of a step on `tokens` tokens, and report the previous step.
-
-        Raises:
-            NonFiniteError: see `flush`.
-        """
+        """Accept the metrics of a step on `tokens` tokens, and report the previous step; see `flush`."""
         self.flush()
         self.pending = (step, metrics, tokens)
 
@@ -177,13 +173,11 @@ class MetricLogger(contextlib.ExitStack):
 
 
 def _lines(file: epath.Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of `metrics.jsonl`, except a cut or damaged one; none if the file is missing."""
+    """Yield the lines of `metrics.jsonl`, except one that a kill has cut; none if the file is missing."""
     with contextlib.suppress(FileNotFoundError):
         for content in file.read_bytes().splitlines():
             with contextlib.suppress(ValueError):
-                line = json.loads(content)
-                if isinstance(line, dict) and type(line.get("step")) is int:
-                    yield line
+                yield json.loads(content)
 
 
 def read_metrics(workdir: epath.PathLike) -> dict[str, dict[int, float]]:
@@ -237,15 +231,17 @@ def _wandb(run: RunConfig | TaskRunConfig, workdir: epath.Path) -> Iterator[Sink
     import wandb  # pyright: ignore[reportMissingImports]  # an optional package
 
     train = run.train
-    place = {"project": train.wandb, "entity": train.wandb_entity, "group": train.wandb_group}
-    place |= {
-        "tags": train.wandb_tags and train.wandb_tags.split(","),
-        "name": workdir.name,
-        "id": run_id(workdir),
-        "resume": "allow",
-    }
     try:
-        logged = wandb.init(**place, config=resolved(run) | {"workdir": str(absolute(workdir))})
+        logged = wandb.init(
+            project=train.wandb,
+            entity=train.wandb_entity,
+            group=train.wandb_group,
+            tags=train.wandb_tags and train.wandb_tags.split(","),
+            name=workdir.name,
+            id=run_id(workdir),
+            resume="allow",
+            config=resolved(run) | {"workdir": str(absolute(workdir))},
+        )
     except (wandb.Error, ValueError) as error:  # such as a missing key, or a tag that is too long
         raise InputError(f"train.wandb = {train.wandb!r}: {' '.join(str(error).split())}") from error
     try:

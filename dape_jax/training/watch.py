@@ -1,14 +1,12 @@
-"""Watch a run: `train.log` in its workdir, profiler traces, and a warning when no step ends. Next: `loop.py`."""
+"""Watch a run: `train.log` in its workdir, profiler traces, and a traceback when no step ends. Next: `loop.py`."""
 
 import contextlib
+import faulthandler
 import logging
 import logging.handlers
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +16,6 @@ from dape_jax.storage import AppendedFiles
 LOG_FILE = "train.log"
 TRACED_STEPS = 5  # after SIGUSR2
 STALL_SECONDS = 600.0
-PACKAGE = Path(__file__).parents[1]
 
 logger = logging.getLogger(__name__)
 
@@ -90,35 +87,17 @@ class Trace(contextlib.ExitStack):
 
 
 @contextlib.contextmanager
-def watchdog(start: int) -> Iterator[Callable[[int], None]]:
-    """Log one line, with the place in the code, when no step has ended for `STALL_SECONDS`, until the block ends.
+def watchdog() -> Iterator[Callable[[], None]]:
+    """Write to stderr where every thread is when no step has ended for `STALL_SECONDS`, until the block ends.
 
-    Yields a function to call with each step that has ended, after step `start`.
+    Yields a function to call after each step.
     """
-    ended, closed, main = (start, time.monotonic()), threading.Event(), threading.get_ident()
 
-    def note(step: int) -> None:
-        nonlocal ended
-        ended = step, time.monotonic()
+    def restart() -> None:
+        faulthandler.dump_traceback_later(STALL_SECONDS, file=2)  # sys.stderr has no file in a notebook
 
-    def watch() -> None:
-        told = None
-        while not closed.wait(STALL_SECONDS / 10):
-            (step, ended_at), frame = ended, sys._current_frames().get(main)
-            idle = time.monotonic() - ended_at
-            if idle < STALL_SECONDS or step == told:
-                continue
-            while frame is not None and not Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
-                frame = frame.f_back
-            place = "" if frame is None else f": in {frame.f_code.co_name}, {frame.f_code.co_filename}:{frame.f_lineno}"
-            message = "process %d: no step has ended for %.0f minutes, since step %d%s"
-            logger.warning(message, jax.process_index(), idle / 60, step, place)
-            told = step
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
+    restart()
     try:
-        yield note
+        yield restart
     finally:
-        closed.set()
-        thread.join()
+        faulthandler.cancel_dump_traceback_later()
