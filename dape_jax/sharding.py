@@ -70,11 +70,7 @@ class MeshConfig:
         return sizes
 
     def abstract(self, num_devices: int) -> AbstractMesh:
-        """Return a mesh for shapes and shardings only, without devices.
-
-        Raises:
-            InputError: the product of the sizes is not the number of devices.
-        """
+        """Return a mesh for shapes and shardings only, without devices; see `sizes`."""
         return AbstractMesh(self.sizes(num_devices), AXES)
 
 

@@ -85,7 +85,8 @@ def test_golden_che_tapes(folder):
             inputs_BN = np.array([example["input"]], np.int32)
             targets_BM = config.of.solve(inputs_BN)
             for pad_to in (1, 8):
-                tape = make_tapes(config, inputs_BN, targets_BM, np.random.default_rng(0), pad_to=pad_to)
+                padded = dataclasses.replace(config, pad_to=pad_to)
+                tape = make_tapes(padded, inputs_BN, targets_BM, np.random.default_rng(0))
                 length = len(example["full_input"])
                 assert tape["inputs"].shape[1] == -(-length // pad_to) * pad_to
                 assert tape["inputs"][0, :length].tolist() == example["full_input"]

@@ -73,17 +73,17 @@ class Tapes:
     """
 
     def __init__(self, config: TaskConfig, length: int, num_sequences: int, padded: int):
-        self.config, self.padded = config, padded
+        self.config = dataclasses.replace(config, pad_to=padded)
         self.rng = np.random.default_rng([EVALUATION, length])
         self.inputs_BN = config.of.sample(self.rng, num_sequences, length)
         self.targets_BM = config.of.solve(self.inputs_BN)
         unused = np.random.default_rng(0)  # for random positions, on which targets do not depend
-        tapes = make_tapes(config, self.inputs_BN, self.targets_BM, unused, pad_to=padded)
+        tapes = make_tapes(self.config, self.inputs_BN, self.targets_BM, unused)
         self.targets_BT, self.counted_BT = tapes["targets"], tapes["counted"]
 
     def batch(self, rows: Int[np.ndarray, "B"]) -> Batch:
         """Return the inputs and positions of the tapes numbered `rows`."""
-        tapes = make_tapes(self.config, self.inputs_BN[rows], self.targets_BM[rows], self.rng, pad_to=self.padded)
+        tapes = make_tapes(self.config, self.inputs_BN[rows], self.targets_BM[rows], self.rng)
         return {name: tapes[name] for name in ("inputs", "positions")}
 
 

@@ -23,17 +23,12 @@ from dape_jax.tasks.task import Symbols, Targets, Task
 NUM_KEYS, NUM_VALUES = 256, 16  # the keys of a string are distinct: 256 keys allow inputs of up to 768 symbols
 
 
-def num_pairs(length: int) -> int:
-    """Return P, the number of pairs in an input of `length` symbols; a pair and its query are 3 symbols."""
-    return length // 3
-
-
 def sample_associative_recall(rng: np.random.Generator, num: int, length: int) -> Symbols:
     """Draw P distinct keys, each with a random value, then the same keys in random order; N = 3 P.
 
     For a length of 1 or 2, the input is one key without a value.
     """
-    P = num_pairs(length)
+    P = length // 3  # a pair and its query are 3 symbols
     if P == 0:
         return rng.integers(0, NUM_KEYS, (num, 1), np.int32)
     keys_BP = rng.permuted(np.tile(np.arange(NUM_KEYS, dtype=np.int32), (num, 1)), axis=1)[:, :P]
@@ -44,7 +39,7 @@ def sample_associative_recall(rng: np.random.Generator, num: int, length: int) -
 
 def solve_associative_recall(inputs_BN: Symbols) -> Targets:
     """Return the value of every query; 0 for an input of one key without a value."""
-    P = num_pairs(inputs_BN.shape[1])
+    P = inputs_BN.shape[1] // 3
     if P == 0:
         return np.zeros_like(inputs_BN)
     keys_BP, values_BP, queries_BP = inputs_BN[:, : 2 * P : 2], inputs_BN[:, 1 : 2 * P : 2], inputs_BN[:, 2 * P :]
@@ -58,7 +53,7 @@ ASSOCIATIVE_RECALL = {
         tuple(f"key {i}" for i in range(NUM_KEYS)) + tuple(f"value {i}" for i in range(NUM_VALUES)),
         tuple(f"value {i}" for i in range(NUM_VALUES)),
         solve_associative_recall,
-        lambda length: max(1, num_pairs(length)),
+        lambda length: max(1, length // 3),
         sample_associative_recall,
         answered_in_place=True,
         longest=3 * NUM_KEYS,

@@ -94,9 +94,7 @@ class TaskConfig:
         require(enough, "data.max_position", self.max_position, allowed)
 
 
-def make_tapes(
-    config: TaskConfig, inputs_BN: Symbols, targets_BM: Targets, rng: np.random.Generator, pad_to: int | None = None
-) -> Batch:
+def make_tapes(config: TaskConfig, inputs_BN: Symbols, targets_BM: Targets, rng: np.random.Generator) -> Batch:
     """Return the tapes of a batch of strings.
 
     Args:
@@ -104,7 +102,6 @@ def make_tapes(
         inputs_BN: input strings.
         targets_BM: their targets.
         rng: random generator of positions.
-        pad_to: replaces `config.pad_to`.
 
     Returns:
         `inputs`, `targets` and `positions` (int32), `weights` (float32: 1 at target symbols, else 0) and `counted`
@@ -114,8 +111,7 @@ def make_tapes(
     after_input = length * (1 + config.computation_steps)
     begin = length - answers if task.answered_in_place else after_input
     tape = begin + answers
-    pad_to = pad_to or config.pad_to
-    shape = (num, -(-tape // pad_to) * pad_to)
+    shape = (num, -(-tape // config.pad_to) * config.pad_to)
     computation = len(task.input_symbols)
     output = computation + (config.computation_steps > 0)
     inputs, targets = np.full(shape, output, np.int32), np.zeros(shape, np.int32)
