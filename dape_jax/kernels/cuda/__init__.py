@@ -94,21 +94,13 @@ def attend(
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Static arguments of a call.
-
-    Args:
-        forward: tiling of the forward kernel.
-        backward: tiling of the backward kernel.
-        window: see `Mask`.
-        scale: factor of the scores.
-        interpret: run the kernels in the emulator.
-    """
+    """Static arguments of a call."""
 
     forward: Tiling
     backward: Tiling
-    window: int | None
-    scale: float
-    interpret: bool
+    window: int | None  # see `Mask`
+    scale: float  # factor of the scores
+    interpret: bool  # run the kernels in the emulator
 
     def launch(self, tiling: Tiling, grid: tuple[int, int, int], out: list, arrays: list, ints: list[int]) -> list:
         """Run a kernel: pointers to the arrays and to its results `out`, then the ints, then the factor of scores."""

@@ -5,7 +5,6 @@ In: the arguments of `compiler.launch`. Out: its results.
 
 import ctypes
 import functools
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -28,11 +27,6 @@ def library(kernel: str, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
         flags = ["-O2", "-std=c++20", "-w", "-shared", "-fPIC", "-fno-gnu-unique", *(f"-D{x}={y}" for x, y in defines)]
         subprocess.run(["g++", *flags, "-x", "c++", SOURCES / f"{kernel}.cu", "-o", path], check=True)
         return ctypes.CDLL(path)
-
-
-def is_available() -> bool:
-    """Return whether there is a C++ compiler."""
-    return shutil.which("g++") is not None
 
 
 def launch(

@@ -23,35 +23,20 @@ BLOCK_BYTES = 512 * 2**20  # of P and dS in the backward pass
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Sizes that a kernel is compiled for.
+    """Sizes that a kernel is compiled for."""
 
-    Args:
-        kernel: "forward" or "backward".
-        rows: R, rows of a block.
-        columns: L, columns of a tile.
-        warps: warps of a block.
-        heads: H.
-        groups: G.
-        head_dim: K, a multiple of 16.
-        channels: C, a multiple of 16, or 0 without convolutions.
-        width: W.
-        pad: columns that a convolution reads to its left.
-        row_stride: columns between neighbouring rows.
-        dtype: of q, k and v: "bfloat16", "float16", or in the emulator "float32", without rounding.
-    """
-
-    kernel: str
-    rows: int
-    columns: int
-    warps: int
-    heads: int
-    groups: int
-    head_dim: int
-    channels: int
-    width: int
-    pad: int
-    row_stride: int
-    dtype: str
+    kernel: str  # "forward" or "backward"
+    rows: int  # R, rows of a block
+    columns: int  # L, columns of a tile
+    warps: int  # warps of a block
+    heads: int  # H
+    groups: int  # G
+    head_dim: int  # K, a multiple of 16
+    channels: int  # C, a multiple of 16, or 0 without convolutions
+    width: int  # W
+    pad: int  # columns that a convolution reads to its left
+    row_stride: int  # columns between neighbouring rows
+    dtype: str  # of q, k and v: "bfloat16", "float16", or in the emulator "float32", without rounding
 
     @property
     def slots(self) -> int:
