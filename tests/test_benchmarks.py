@@ -66,16 +66,13 @@ class Wrong(Implementation):
         return 2 * Dense().attend_rows(*arguments)
 
 
-class Large(Implementation):
-    """Runs out of memory."""
-
-    def attend_rows(self, *arguments):
-        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
+def fails(*_):
+    raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
 
 
 def test_wrong_results_and_failures_are_reported_and_the_others_measured(capsys, tmp_path, monkeypatch):
-    implementations = {"dense": Dense(), "blockwise": Wrong(), "auto": Large()}
-    monkeypatch.setattr(attention, "implementation_of", implementations.__getitem__)
+    implementations = {"dense": lambda _: Dense(), "blockwise": lambda _: Wrong(), "auto": fails}
+    monkeypatch.setattr(attention, "implementation_of", lambda name: implementations[name](name))
     with pytest.raises(AssertionError, match="blockwise at 125m 16 forward"):
         attention.run(tiny(tmp_path, implementations=tuple(implementations), directions=("forward",)))
     of_name = {row["name"]: row for row in written(tmp_path)["rows"]}
@@ -244,9 +241,6 @@ def test_cycles_of_a_training_step(libtpu):
 
 def test_a_part_records_every_case(tmp_path, monkeypatch):
     """A case that fails, or is not compiled in time, is recorded, and the others run."""
-
-    def fails():
-        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
 
     hung = threading.Event()
     cases = {

@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -181,12 +182,8 @@ def test_devices_that_the_kernels_need(monkeypatch):
     assert ask() is ask(torch.float16, found="12.0") is None
     assert ask(torch.float32) == "the dtype is float32, not bfloat16 or float16"
     assert ask(found="7.5") == ask(version=None) == "the GPU is not NVIDIA's with compute capability 8.0 or more"
-    monkeypatch.setattr(cuda_dape, "nvrtc", compiler_is_missing)
+    monkeypatch.setattr(cuda_dape, "nvrtc", Mock(side_effect=OSError("NVRTC was not found")))
     assert ask() == "NVRTC was not found"
-
-
-def compiler_is_missing() -> None:
-    raise OSError("NVRTC was not found")
 
 
 def test_the_arguments_of_a_launch(monkeypatch):
