@@ -25,6 +25,7 @@ from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, read_run
 from dape_jax.errors import require
 from dape_jax.evaluation.trained import fields_without
 from dape_jax.files import json_digest, write_atomically
+from dape_jax.storage import read_errors
 from experiments.catalogue import EXPERIMENTS
 from experiments.claims import NOT_IN_PAPER, Model, Result
 from experiments.methods import PRESETS
@@ -75,7 +76,8 @@ def identity_of_stored(run: Run, *, seeds: bool = True) -> str:
 
 def read_lines(file: Path) -> list[Run]:
     """Return the lines of a compressed file of JSON lines; none if it does not exist."""
-    return [json.loads(line) for line in zstd.decompress(file.read_bytes()).splitlines()] if file.exists() else []
+    with read_errors("--results", str(file)):
+        return [json.loads(line) for line in zstd.decompress(file.read_bytes()).splitlines()] if file.exists() else []
 
 
 def write_lines(file: Path, lines: list[Run]) -> None:

@@ -328,6 +328,9 @@ def test_a_report_needs_runs_of_the_catalogue(small_world, trained):
     file.unlink()
     with pytest.raises(InputError, match=r"run of .*two.* = 'alibi-xs-T16-seed0': must be in .*one"):
         report.write(file.parents[1])
+    file.write_bytes(b"a part of a file")
+    with pytest.raises(InputError, match=f"^--results = '{file}': cannot be read: ZstdError"):
+        read_lines(file)
 
 
 def test_accuracy_is_measured_and_reported_by_task(small_world):
