@@ -273,10 +273,13 @@ def test_a_step_that_training_deletes_before_it_is_read_is_named(workdir):
         checkpoint.restore_params(workdir, step, abstract(small_state(step)).params)
 
 
-def test_an_older_damaged_step_is_never_the_best(workdir, caplog):
+def test_an_older_damaged_step_is_moved_too_and_is_never_the_best(workdir, caplog):
     (workdir / "checkpoints" / "2" / "metrics" / "metrics").write_text('{"validation_nats": 0.1}')
     assert checkpoint.restore_config(workdir, "best")[0] == 3
     assert "step 2 is damaged and skipped" in caplog.text
+    assert resumed_step(workdir) == 3
+    with checkpoint.Checkpoints(workdir, 3) as manager:
+        assert list(manager.all_steps()) == [1, 3]
 
 
 def test_if_all_steps_are_damaged_nothing_is_started_or_moved(workdir):

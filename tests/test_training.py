@@ -352,14 +352,18 @@ def test_a_run_with_a_text_for_validation_is_evaluated_on_it(trained_root, tmp_p
     assert digests[0] != digests[1]
 
 
-def test_a_run_without_its_config_is_refused(trained_root, run):
+def test_a_lost_config_is_copied_back_from_a_checkpoint(trained_root, run):
     file = run / "config.json"
-    before = json.loads(file.read_text())
-    assert json.loads((run / "checkpoints" / "4" / "config" / "metadata").read_text()) == before  # as the message says
-    for content in ("{", '{"config": {}, "data_digest": 5}', None):
-        file.unlink() if content is None else file.write_text(content)
+    before = file.read_text()
+    for content in ("{", '{"config": {}, "data_digest": 5}'):
+        file.write_text(content)
         with pytest.raises(InputError, match=r"config\.json"):
             loop.train(small_spec(trained_root), run)
+    file.unlink()
+    with pytest.raises(InputError, match=r"config\.json is missing; copy (\S+) to it") as error:
+        loop.train(small_spec(trained_root), run)
+    copied = re.findall(r"copy (\S+) to", str(error.value))[0]
+    assert json.loads(Path(copied).read_text()) == json.loads(before)
 
 
 def make_step(trained_root, seed: int = 0, **model):

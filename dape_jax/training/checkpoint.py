@@ -108,10 +108,11 @@ def read_config(workdir: epath.PathLike) -> dict[str, Any] | None:
     Raises:
         InputError: the file is damaged, or missing beside checkpoints, which have copies of it.
     """
-    file = epath.Path(workdir) / CONFIG_FILE
+    file, steps = epath.Path(workdir) / CONFIG_FILE, step_names(workdir)
     if not file.exists():
-        advice = f"has checkpoints and no {CONFIG_FILE}; copy the file config/metadata of a checkpoint to it"
-        require(not step_names(workdir), "workdir", str(workdir), advice)
+        if steps:
+            copy = _directory(workdir) / steps[0] / "config" / "metadata"
+            raise InputError(f"workdir = {str(workdir)!r}: {file} is missing; copy {copy} to it")
         return None
     record = read_json(file)
     is_record = isinstance(record.get("config"), dict) and isinstance(record.get("data_digest"), str)
@@ -286,7 +287,7 @@ def save_params(workdir: epath.PathLike, params: Params, config: dict[str, Any])
 def restore_newest(workdir: epath.PathLike, abstract: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
     """Read the newest intact step, and move the damaged ones to `damaged/`.
 
-    Call it before `Checkpoints`.
+    Call it before `Checkpoints`. Of steps older than the newest intact one, only the JSON items are read.
 
     Returns:
         The step's number, its state (sharded like `abstract`) and its position in the data; or None if no step was
@@ -298,17 +299,20 @@ def restore_newest(workdir: epath.PathLike, abstract: TrainState) -> tuple[int, 
     arrays = {name: ocp.args.StandardRestore(tree) for name, tree in abstract._asdict().items()}
     jsons = {name: ocp.args.JsonRestore() for name in ("data", "config")}
     faults: dict[str, str] = {}
+    found = None
     for name in step_names(workdir):
+        if found and is_remote(workdir):  # an older step may be half deleted, which Orbax finishes
+            break
         try:
-            restored = _read(workdir, name, **arrays, **jsons)
+            restored = _read(workdir, name, **jsons, **({} if found else arrays))
         except DamagedError as error:
             faults[name] = str(error)
         else:
-            process_zero_only(lambda: _move(workdir, faults))
-            return int(name), TrainState(*(restored[item] for item in arrays)), restored["data"]
-    if faults:
+            found = found or (int(name), TrainState(*(restored[item] for item in arrays)), restored["data"])
+    if faults and found is None:
         raise _all_damaged(workdir, faults)
-    return None
+    process_zero_only(lambda: _move(workdir, faults))
+    return found
 
 
 def _all_damaged(workdir: epath.PathLike, faults: dict[str, str]) -> InputError:
