@@ -7,9 +7,7 @@ import io
 import logging
 import os
 import re
-import signal
 import sys
-import threading
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -27,6 +25,7 @@ from dape_jax.version import __version__
 flags.disclaim_key_flags()  # flags of `run` belong to its caller, whose --help lists them
 
 Settings = TypeVar("Settings")
+LOG_FORMATTER = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
 
 
 def run(
@@ -71,7 +70,7 @@ def run(
             accepted = " ".join([*positional, "flags of the form --name=value, with commas between values"])
             raise InputError(f"command line = {excess[0]!r}: must be {accepted}")
         absl_logging.set_verbosity(absl_logging.WARNING)
-        absl_logging.get_absl_handler().setFormatter(_PlainFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        absl_logging.get_absl_handler().setFormatter(LOG_FORMATTER)
         logging.getLogger("dape_jax").setLevel(logging.INFO)
         return remaining
 
@@ -85,7 +84,6 @@ def run(
         sys.stdout.reconfigure(errors="backslashreplace")  # for text that the locale cannot represent
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # None if it was closed, as by `2>&-`
     os.environ.pop("MPLBACKEND", None)  # figures are files, and matplotlib raises for a backend that it has no longer
-    sys.unraisablehook = _print_unraisable
     _define_flags(config, settings)
     # --help shows the docstring of the main module, and the script of an installed entry point has none.
     needs_recipes = config and any(re.match("--?help", each) for each in sys.argv[1:])
@@ -94,10 +92,6 @@ def run(
     try:
         try:
             app.run(call, flags_parser=parse)
-        except Exception as error:
-            if _is_of_interrupt(error):
-                raise KeyboardInterrupt from error
-            raise
         finally:
             print(end="", flush=True)  # now, so that the reader of a pipe is missed here and not at the exit
         return
@@ -137,34 +131,6 @@ def _field_flags() -> list[str]:
     return [each for each in sys.argv[1:] if re.match("--?config[.]", each)]
 
 
-class _PlainFormatter(logging.Formatter):
-    """Format log records as time, level (from WARNING) and message."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record."""
-        line = super().format(record)
-        if record.levelno < logging.WARNING:
-            return line
-        clock, _, message = line.partition(" ")
-        return f"{clock} {record.levelname.lower()}: {message}"
-
-
-def _is_of_interrupt(error: BaseException | None) -> bool:
-    """Return whether Ctrl-C has caused an error: an extension module that is being imported raises ImportError."""
-    return error is not None and (isinstance(error, KeyboardInterrupt) or _is_of_interrupt(error.__context__))
-
-
-def _print_unraisable(unraisable: Any) -> None:
-    """Print an unraisable exception, except those of TensorStore's threads after Orbax has closed its event loop.
-
-    A Ctrl-C that arrived in a callback of the garbage collector, such as JAX's, is repeated.
-    """
-    if unraisable.exc_type is KeyboardInterrupt:
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-    elif not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
-        sys.__unraisablehook__(unraisable)
-
-
 def _parse(arguments: list[str]) -> list[str]:
     """Return the positional arguments after parsing the flags.
 
@@ -200,19 +166,15 @@ def _parse(arguments: list[str]) -> list[str]:
 COMPILATION_CACHE = "Directory, local or gs://, for compiled programs; by default $JAX_COMPILATION_CACHE_DIR."
 
 
-def use_compilation_cache(directory: str | None = None, name: str = "--compilation_cache") -> None:
-    """Create the directory of JAX's compilation cache, that of the flag or else of JAX's variable, if it is missing.
-
-    `name` is that of the flag, for messages.
+def use_compilation_cache(directory: str | None) -> None:
+    """Set the directory of JAX's compilation cache, if the flag is given, and create it if it is missing.
 
     Raises:
-        InputError: the directory cannot be created or read. (JAX would warn at every program that it compiles.)
+        InputError: it cannot be created or read. (JAX would warn at every program that it compiles.)
     """
-    field = "JAX_COMPILATION_CACHE_DIR" if directory is None else name
-    directory = os.environ.get(field) if directory is None else directory
     if directory:
-        path = absolute(to_path(directory, field))
-        with read_errors(field, directory, "created or read"):
+        path = absolute(to_path(directory, "--compilation_cache"))
+        with read_errors("--compilation_cache", directory, "created or read"):
             path.mkdir(parents=True, exist_ok=True)
             next(path.iterdir(), None)
         import jax  # imported here: it takes seconds, and a wrong flag is reported first

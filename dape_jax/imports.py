@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-import traceback
 from collections.abc import Sequence
 
 from dape_jax.errors import InputError, require
@@ -12,7 +11,7 @@ def import_modules(names: Sequence[str], field: str) -> None:
     """Import modules of the user, which add biases and processors; the current directory is the last to be searched.
 
     Raises:
-        InputError: a module is missing, or it raises an exception. The message names `field`.
+        InputError: a module is missing. The message names `field`.
     """
     if "" not in sys.path:  # as in a console command; the directory may have been deleted
         sys.path.append("")
@@ -23,9 +22,7 @@ def import_modules(names: Sequence[str], field: str) -> None:
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
-            is_itself = error.name is not None and f"{name}.".startswith(f"{error.name}.")
+            if not f"{name}.".startswith(f"{error.name}."):  # it imports a module that is missing
+                raise
             places = f"not found: run in the directory of {parts[0]}.py, add it to PYTHONPATH, or install the module"
-            raise InputError(f"{field} = {name!r}: {places if is_itself else error}") from error
-        except Exception as error:  # of the user's code
-            file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
-            raise InputError(f"{field} = {name!r}: {type(error).__name__}: {error} ({file}, line {line})") from error
+            raise InputError(f"{field} = {name!r}: {places}") from error

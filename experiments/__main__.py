@@ -45,7 +45,7 @@ def main(settings: Settings, command: str = "", name: str = "") -> None:
             print(f"    {train_command(run)} --workdir=runs/{run.name}")
     elif command == "run":
         # Models that differ only in the seed share compiled programs, also between processes.
-        use_compilation_cache(str(make_results_directory(settings.workdirs, "--workdirs") / "compiled"), "--workdirs")
+        use_compilation_cache(str(make_results_directory(settings.workdirs, "--workdirs") / "compiled"))
         runs, results = run_experiment(name, settings), settings.results
         print(f"{len(runs)} runs in {results}/{name}; compare them: python -m experiments report --results={results}")
     else:

@@ -4,13 +4,11 @@ dape-attention-maps --workdir=runs/a --length=512
 """
 
 from dape_jax import command_line
-from dape_jax.command_line import use_compilation_cache
 from dape_jax.tools.options import MapsFlags
 
 
 def main(given: MapsFlags) -> None:
     """Draw the maps."""
-    use_compilation_cache()
     from dape_jax.tools.maps import attention_maps  # after the flags are checked: JAX takes seconds to import
 
     print(f"\npage: {attention_maps(given)}")

@@ -8,7 +8,6 @@ import codecs
 import os
 
 from dape_jax import command_line
-from dape_jax.command_line import use_compilation_cache
 from dape_jax.storage import read_errors, to_path
 from dape_jax.tools.options import GenerateFlags
 
@@ -20,7 +19,6 @@ def main(given: GenerateFlags) -> None:
         with read_errors("--prompt_file", file):  # without a byte order mark, as texts of training are read
             prompts.append(to_path(file, "--prompt_file").read_bytes().removeprefix(codecs.BOM_UTF8))
 
-    use_compilation_cache()
     from dape_jax.tools.completion import complete  # after the flags are checked: JAX takes seconds to import
 
     complete(given, prompts)
