@@ -120,18 +120,20 @@ def test_flags_set_fields_with_the_types_of_the_dataclasses(text: str):
     assert operator.attrgetter(".".join(flags[-1].split("=")[0].split(".")[:2]))(run) == FLAGS[text]
 
 
+def own_file(directory: Path, line: str, argument: str = "") -> str:
+    """Write a config file of a user, which changes the quickstart's config `c` in one line, and return its path."""
+    head = "from ml_collections import FrozenConfigDict\nfrom dape_jax.configs import quickstart\n"
+    body = f"    c = quickstart.get_config({argument!r})\n    {line}\n    return c\n"
+    (directory / "own.py").write_text(f"{head}def get_config():\n{body}")
+    return f"{directory}/own.py"
+
+
 def test_a_field_that_refers_to_another_follows_its_flag(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "from dape_jax.configs import quickstart\n"
-        "def get_config():\n"
-        "    config = quickstart.get_config('rotary=yarn')\n"
-        "    config.train.eval_interval = config.train.get_ref('num_steps') // 4\n"
-        "    return config\n"
-    )
-    spec = read_config(f"{tmp_path}/mine.py", ["--config.train.num_steps=80", "--config.train.train_length=96"])
+    own = own_file(tmp_path, "c.train.eval_interval = c.train.get_ref('num_steps') // 4", "rotary=yarn")
+    spec = read_config(own, ["--config.train.num_steps=80", "--config.train.train_length=96"])
     assert (spec["train"]["num_steps"], spec["train"]["eval_interval"]) == (80, 20)
     assert spec["model"]["rotary"]["train_length"] == 96
-    spec = read_config(f"{tmp_path}/mine.py", ["--config.model.rotary.train_length=32"])
+    spec = read_config(own, ["--config.model.rotary.train_length=32"])
     assert (spec["train"]["train_length"], spec["model"]["rotary"]["train_length"]) == (64, 32)
 
 
@@ -161,16 +163,12 @@ def test_a_config_file_of_ones_own_may_have_dataclasses(tmp_path):
 
 @pytest.mark.parametrize("line", ["c.optimizer = dict(learning_rate=1)", "c = FrozenConfigDict(c)", "c = c.to_dict()"])
 def test_flags_set_fields_of_any_config_file(line: str, tmp_path):
-    head = "from ml_collections import FrozenConfigDict\nfrom dape_jax.configs import quickstart\n"
-    lines = f"def get_config():\n    c = quickstart.get_config()\n    {line}\n    return c\n"
-    (tmp_path / "own.py").write_text(head + lines)
-    assert read_config(f"{tmp_path}/own.py", ["--config.optimizer.beta1=0"])["optimizer"]["beta1"] == 0.0
+    assert read_config(own_file(tmp_path, line), ["--config.optimizer.beta1=0"])["optimizer"]["beta1"] == 0.0
 
 
 def test_a_flag_does_not_hide_what_is_wrong_with_a_config_file(tmp_path):
-    head = "from dape_jax.configs import quickstart\ndef get_config():\n    c = quickstart.get_config()\n"
-    (tmp_path / "own.py").write_text(head + "    c.model.bias = dict(name='mine', p=3)\n    return c\n")
-    spec = follow_corpus(read_config(f"{tmp_path}/own.py", ["--config.model.bias.p=4"]))
+    own = own_file(tmp_path, "c.model.bias = dict(name='mine', p=3)")
+    spec = follow_corpus(read_config(own, ["--config.model.bias.p=4"]))
     with pytest.raises(InputError, match=r"model\.bias\.name = 'mine': must be one of .*; --import=MODULE adds"):
         read_run(spec)
 
