@@ -58,8 +58,8 @@ logger = logging.getLogger(__name__)
 
 
 def score(
-    q_BTHK: Queries,
-    k_BSGK: Keys,
+    q_BTHK: Float[Array, "B T H K"],
+    k_BSGK: Float[Array, "B S G K"],
     q_pos_T: Integer[Array, "T"] | Sequence[int] | None = None,
     k_pos_S: Integer[Array, "S"] | Sequence[int] | None = None,
     *,
@@ -81,9 +81,9 @@ def score(
 
 
 def attend(
-    q_BTHK: Queries,
-    k_BSGK: Keys,
-    v_BSGK: Keys,
+    q_BTHK: Float[Array, "B T H K"],
+    k_BSGK: Float[Array, "B S G K"],
+    v_BSGK: Float[Array, "B S G K"],
     q_pos_T: Integer[Array, "T"] | Sequence[int] | None = None,
     k_pos_S: Integer[Array, "S"] | Sequence[int] | None = None,
     *,
@@ -95,7 +95,7 @@ def attend(
     scale: Float[Array, ""] | float | None = None,
     cap: Float[Array, ""] | float | None = None,
     implementation: "str | Implementation" = "auto",
-) -> Queries:
+) -> Float[Array, "B T H K"]:
     """Attend any block of query rows to the keys.
 
         softmax(processor(scale Q K^T, bias, mask)) V
@@ -289,7 +289,7 @@ class Implementation:
 
     def attend_rows(
         self, q_BTHK: Queries, k_BSGK: Keys, v_BSGK: Keys, positions: Positions, score_mod: ScoreMod, mask: Mask
-    ) -> Queries:
+    ) -> Float[Array, "B T H K"]:
         """Attend a block of query rows, at any positions, to the keys that `mask` lets them see."""
         raise NotImplementedError
 
@@ -504,7 +504,7 @@ def attend_on_mesh(
     mask: Mask = Mask(),
     pos_S: Int[Array, "S"] | None = None,
     starts_BS: Int[Array, "B S"] | None = None,
-) -> Queries:
+) -> Float[Array, "B T H K"]:
     """Compute self-attention with query rows split over the `context` and `tensor` axes; each device has all heads.
 
     Before and after, rows are split over context (size c) in the order of `sharding.stripe`, and heads over tensor

@@ -35,7 +35,9 @@ PositionBias = Float[Array, "H T S"]
 class Bias(Protocol):
     """Position bias: any callable with this signature. `attention.py` and the processors call it."""
 
-    def __call__(self, q_pos_T: QueryPositions, k_pos_S: KeyPositions, *, causal: bool = True) -> PositionBias:
+    def __call__(
+        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
+    ) -> Float[Array, "H T S"]:
         """Return the bias of every head for every (query, key) pair; see `distances` for `causal`."""
         ...
 
@@ -56,7 +58,7 @@ class BiasConfig:
         return self.module(num_heads, head_dim, self, rngs)
 
 
-def distances(q_pos_T: QueryPositions, k_pos_S: KeyPositions, *, causal: bool = True) -> Int[Array, "T S"]:
+def distances(q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True) -> Int[Array, "T S"]:
     """Return max(query position - key position, 0), or the absolute difference if attention is not causal.
 
     In causal attention, future keys have distance 0, as in the official code. They are masked, so only a processor with

@@ -39,7 +39,7 @@ class Content(NamedTuple):
 class ContextualBias(Protocol):
     """Contextual encoding, as `attention.py` calls it."""
 
-    def from_content(self, content: Content, *, causal: bool) -> Pairs:
+    def from_content(self, content: Content, *, causal: bool) -> Float[Array, "B H T S"]:
         """Return the term to add to the scores, in their dtype; where the mask is False, any finite number."""
         ...
 

@@ -44,7 +44,9 @@ class Processor:
 
     key_halo: tuple[int, int] = (0, 0)
 
-    def __call__(self, scores_BHTS: Pairs, bias_BHTS: BiasPairs | None, mask: VisiblePairs) -> Pairs:
+    def __call__(
+        self, scores_BHTS: Float[Array, "B H T S"], bias_BHTS: Float[Array, "#B H T S"] | None, mask: VisiblePairs
+    ) -> Float[Array, "B H T S"]:
         """Return the processed scores; where the mask is False, any finite number."""
         raise NotImplementedError(f"{type(self).__name__} must define __call__")
 
@@ -238,8 +240,8 @@ def leaky_relu_change_gradient(x: Array, knee: Array, dy: Array) -> Array:
 
 
 def dape(
-    scores_BHTS: Pairs,
-    bias_BHTS: BiasPairs | None,
+    scores_BHTS: Float[Array, "B H T S"],
+    bias_BHTS: Float[Array, "#B H T S"] | None,
     mask: VisiblePairs,
     *,
     first_BT: Int[Array, "B T"] | None = None,
@@ -253,7 +255,7 @@ def dape(
     residual: bool = True,
     leak: bool = False,
     dtype: DTypeLike | None = None,
-) -> Pairs:
+) -> Float[Array, "B H T S"]:
     """Return DAPE V2 (DAPE V1 at W = 1): the scores plus a small convolution of them, over heads and neighbouring keys.
 
         A + B + Conv2(LeakyReLU(Conv1([tril(A); tril(B)])))    Conv1: 2H -> C, Conv2: C -> H

@@ -154,7 +154,7 @@ def products(q_BTHK: Float[Array, "#B T H K"], k_BSGK: Keys, dtype: jnp.dtype) -
     return scores_BGRTS.reshape(batch, heads, num_rows, num_keys)
 
 
-def masked_softmax(scores_BHTS: Pairs, mask: VisiblePairs) -> Pairs:
+def masked_softmax(scores_BHTS: Float[Array, "B H T S"], mask: VisiblePairs) -> Float[Array, "B H T S"]:
     """Return the softmax over the visible keys; exactly 0 at masked keys, if the row has a visible key.
 
     A masked score is a large finite negative number, not -inf. A row without a visible key is then uniform instead of

@@ -196,8 +196,7 @@ class TransformerConfig:
         for field, value in automatic.items():
             if getattr(self, field) is None:
                 object.__setattr__(self, field, value)
-        positive(self, "model", *automatic, "window", "alternate_window", "vocab_multiple", "learned_positions")
-        positive(self, "model", "score_cap", "logit_cap")
+        positive(self, "model", *automatic)
         if self.dtype == "auto":
             object.__setattr__(self, "dtype", "float32" if jax.default_backend() == "cpu" else "bfloat16")
         one_of(self, "model", norm=NORMS, qk_norm=QK_NORMS, activation=ACTIVATIONS)
@@ -216,6 +215,11 @@ class TransformerConfig:
             ("dtype", has_dtype, "must be another dtype, unless JAX_ENABLE_X64=true is set"),
         ):
             require(is_right, f"model.{field}", getattr(self, field), allowed)
+        counts = "window", "alternate_window", "vocab_multiple", "learned_positions"
+        limits = dict.fromkeys(counts, "1 or more")
+        for field, allowed in (limits | dict.fromkeys(("score_cap", "logit_cap"), "positive")).items():
+            value = getattr(self, field)
+            require(value is None or value > 0, f"model.{field}", value, f"must be {allowed}, or None")
         for rotary, _, _ in self.layer_kinds:
             if isinstance(rotary, Rope):
                 rotary.frequencies(rotary.num_rotated(self.head_dim))  # raises if the head dim is not supported
