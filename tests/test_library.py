@@ -1,6 +1,7 @@
 """`docs/library.md`: its code is run, its claims are checked, and its stable names are listed here."""
 
 import ast
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -17,8 +18,10 @@ import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import random_params
 from jax.sharding import NamedSharding, PartitionSpec
 from processes import ROOT, run_python
+from tiny import SPEC
 
 import dape_jax
 from dape_jax import (
@@ -33,7 +36,11 @@ from dape_jax import (
     dape,
     masked_softmax,
 )
+from dape_jax.config import read_model
 from dape_jax.model import attention, processors
+from dape_jax.model.flops import forward_flops
+from dape_jax.model.processors import PlainConfig
+from dape_jax.model.transformer import model_structure
 
 PAGE = ROOT / "docs" / "library.md"
 
@@ -398,6 +405,43 @@ def test_summary():
         assert "a_H" in nnx.tabulate(Layer(bias), jnp.zeros((1, 4, 4, 8)))
 
 
+@dataclasses.dataclass(frozen=True)
+class Capped(dape_jax.Processor):
+    """Processor that defines only `__call__`."""
+
+    def __call__(self, scores_BHTS, bias_BHTS, mask):
+        total_BHTS = scores_BHTS if bias_BHTS is None else scores_BHTS + bias_BHTS
+        return 2 * jnp.tanh(total_BHTS / 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class CappedConfig(dape_jax.ProcessorConfig):
+    """Config that defines only `build`."""
+
+    def build(self, num_heads, *, has_bias=True, dtype=None, rngs):
+        return Capped()
+
+
+def test_minimal_processor_in_a_model():
+    """Minimal processors work in training and FLOP counting, allow a cache, and change the logits."""
+    plain = dataclasses.replace(read_model(SPEC["model"] | {"vocab_size": 11}), processor=PlainConfig())
+    config = dataclasses.replace(plain, attention=Blockwise(block_size=4, num_buckets=3), processor=CappedConfig())
+    params = random_params(config)
+    params["layers"]["attention"]["query_DHK"] *= 10  # scores that the cap changes
+    tokens_BT = jnp.asarray(np.random.default_rng(13).integers(0, 11, (2, 13), np.int32))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    @functools.partial(jax.value_and_grad, argnums=1)
+    def run(graphdef, params):
+        return (nnx.merge(graphdef, params)(tokens_BT) ** 2).mean()
+
+    (capped, grads), (uncapped, _) = (run(model_structure(each)[0], params) for each in (config, plain))
+    assert abs(capped - uncapped) > 1e-3
+    chex.assert_tree_all_finite(grads)
+    dape_jax.make_cache(config, 2, 13)
+    assert forward_flops(config, 13, 2) == forward_flops(plain, 13, 2)
+
+
 class Unfinished(dape_jax.Processor):
     """Forget `__call__`."""
 
@@ -464,7 +508,9 @@ Q, KV = (B, T, H, K), (B, T, G, K)
 WRONG_SHAPES = [  # shapes of q, k and v, lengths of the positions or None, and parts of the message
     ((B, H, T, K), KV, KV, (T, T), "q_BTHK.shape = (2, 4, 16, 8): must be [B, T, H, K], rows before heads"),
     (Q, (B, G, T, K), (B, G, T, K), (T, T), "k_BSGK.shape = (2, 2, 16, 8): must be [B, S, G, K]"),
+    (Q, KV, (B, G, T, K), (T, T), "v_BSGK.shape = (2, 2, 16, 8): must be [B, S, G, K]"),
     ((T, H, K), Q, Q, None, "q_BTHK.shape = (16, 4, 8)"),
+    (Q, (B, T, H * K), Q, None, "k_BSGK.shape = (2, 16, 32)"),
     ((B, 0, H, K), KV, KV, None, "q_BTHK.shape = (2, 0, 4, 8)"),
     (Q, Q, Q, ((B, T), T), "q_pos_T = (2, 16): must be [T]"),
     (Q, Q, Q, ((), T), "q_pos_T = "),
@@ -493,14 +539,18 @@ def test_wrong_arguments_are_named():
         (attend, (x, x, x, again, again), {}, r"k_pos_S = \[\[9, 0\]\]: must increase.* give segment_ids"),
         (attend, (x, x, x, left, left), dape, r"k_pos_S = \[\[-1, 0\]\]: must .* padding last; .* on the left"),
         (attend, (x, x, x, again > 0), {}, r"q_pos_T\.dtype = 'bool': must be integers"),
+        (attend, (x, x, x, again / 2), {}, r"q_pos_T\.dtype = 'float64': must be integers"),
         (attend, [x.astype(int)] * 3, {}, r"q_BTHK\.dtype = 'int32': must be float16"),
         (attend, [x.astype("float8_e4m3fn")] * 3, {}, r"q_BTHK\.dtype = 'float8_e4m3fn': must be float16"),
         (attend, (x, x, None), {}, "v_BSGK = 'NoneType': must be an array"),
         (attend, [x] * 3, dense, "implementation = <class '.*Dense'>: must be one of .*an instance"),
         (dape_jax.score, (x[0], x), {}, r"q_BTHK\.shape = \(16, 4, 8\): must be \[B, T, H, K\]"),
+        (dape_jax.score, (x, x[:, :5]), {}, r"q_BTHK\.shape = .* must have T <= S"),
+        (dape_jax.score, (x, x), {"bias": KerpleConfig()}, r"bias = KerpleConfig\(.*its build\(\) returns"),
         (model, (tokens[0],), {}, r"tokens_BT.shape = \(16,\): must be \[B, T\]"),
         (model, (tokens, left[1:]), {}, r"pos_T = \[\[-1, 0\]\]: must increase, padding last"),
         (model, (tokens, left[3:]), {}, r"pos_T.shape = \(13,\): must be \[T\] = \(16,\)"),
+        (model, (tokens, again), {}, r"pos_T = \[\[9, 0\]\]: must increase.* give segment_ids"),
         (model, (tokens, None, tokens[:1]), {}, r"segment_ids.shape = \(1, 16\): must be \[B, S\] = \(2, 16\)"),
         (config, [], module, r"^model.bias = Kerple\(.*: must be an instance of BiasConfig$"),
     ):

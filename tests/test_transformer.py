@@ -413,8 +413,11 @@ def test_bfloat16_keeps_parameters_and_logits_in_float32():
 
 BAD = [
     ("num_heads = 3: must divide model.width = 16", {"num_heads": 3}),
+    ("num_heads = 0: must be positive", {"num_heads": 0}),
     ("num_kv_heads = 3: must divide model.num_heads = 2", {"num_kv_heads": 3}),
+    ("head_dim = 0: must be positive", {"head_dim": 0}),
     ("width = 0: must be positive", {"width": 0}),
+    ("mlp_width = -1: must be positive", {"mlp_width": -1}),
     ("window = 0: must be 1 or more", {"window": 0}),
     ("alternate_window = 0: must be 1 or more", {"alternate_layers": [0], "alternate_window": 0}),
     ("alternate_layers = (1, 0): must be increasing numbers below", {"alternate_layers": [1, 0]}),
@@ -424,6 +427,7 @@ BAD = [
     ("score_cap = -1.0: must be positive, or None", {"score_cap": -1.0}),
     ("head_dim = 7: must be even", {"head_dim": 7, "alternate_layers": [0], "alternate_rotary": {"name": "rope"}}),
     ("norm = 'batch_norm': must be one of", {"norm": "batch_norm"}),
+    ("norm_epsilon = 0.0: must be positive", {"norm_epsilon": 0.0}),
     ("parallel_residual = True: must be False", {"norm_first": False, "parallel_residual": True}),
     ("num_outputs = 5: must be model.vocab_size = 11", {"tied_embeddings": True, "num_outputs": 5}),
     ("dtype = 'float64': must be another dtype", {"dtype": "float64"}),
