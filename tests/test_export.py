@@ -275,6 +275,7 @@ def test_arguments_that_would_be_ignored_are_refused(exported):
         ({"output_attentions": True}, "output_attentions: must be None"),
         ({"attention_mask": torch.ones(2, 19)}, r"shape of attention_mask = \(2, 19\): must be \(2, 20\)"),
         ({"attention_mask": hole}, "attention_mask: must have no zeros between ones"),
+        ({"cache": DynamicCache(), "past_key_values": DynamicCache()}, "past_key_values = 'DynamicCache': must be"),
     ]
     for options, message in refused:
         with pytest.raises(ValueError, match=message):

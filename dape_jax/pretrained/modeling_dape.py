@@ -865,7 +865,11 @@ class DapeModel(PreTrainedModel):
                 raise ValueError(f"{name}: must be None or False: this model has no such argument")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids: must be given, or inputs_embeds, and not both")
-        cache = past_key_values if cache is None else cache
+        if cache is None:
+            cache = past_key_values
+        else:
+            kind = type(past_key_values).__name__
+            _require(past_key_values is None, "past_key_values", kind, "must be None beside cache")
         x_BTD = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         shape = tuple(x_BTD.shape[:-1])
         _require(len(shape) == 2 and shape[1] > 0, "shape of input_ids", shape, "must be [B, T], with a token or more")
