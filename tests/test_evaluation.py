@@ -395,6 +395,10 @@ def test_losses_by_position_of_methods_are_compared_on_the_same_windows():
     assert rows[3] == ["dape - kerple", *(f"{n:+.3f} [{n:+.3f}, {n:+.3f}]" for n in (-0.2, -0.36)), ""]
     one = seeds_of(EASY[None], "kerple", "a", "positions", 0.3)  # a method of one run is that run
     assert compare("positions", one, Options())[0]["positions"] == one[0]["positions"]
+    for each in one[0]["positions"]["bins"]:
+        del each["window_nats"]
+    with pytest.raises(InputError, match=r"positions = \['kerple-seed0'\]: must be evaluated again"):
+        compare("positions", seeds_of(EASY[None], "alibi", "b", "positions") + one, Options(baseline="alibi-seed0"))
 
 
 def test_accuracies_of_seeds_are_averaged_and_compared():

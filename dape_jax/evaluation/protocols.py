@@ -132,6 +132,9 @@ def _named(name: str, interval: Interval) -> Run:
 def saved_scores(runs: Sequence[Run]) -> Scores:
     """Return the scores of the runs of a method from their results."""
     of_runs = [run["positions"]["bins"] if "positions" in run else run["lengths"] for run in runs]
+    allowed = "must be evaluated again to be compared: the losses of its windows are not in the file"
+    has_windows = all("window_nats" in each for of_run in of_runs for each in of_run)
+    require(has_windows, "positions", [run["name"] for run in runs], allowed)
     nats = np.array([[each["window_nats"] for each in of_run] for of_run in of_runs]).swapaxes(1, 2)
     first, num_windows = of_runs[0], nats.shape[1]
     tokens = [
@@ -282,7 +285,7 @@ def compare(stem: str, runs: Results, options: Options) -> list[Run]:
     """Return the result of each method, and `differences` from the baseline: on the same windows, or the same task.
 
     Raises:
-        InputError: see `methods_of`.
+        InputError: see `methods_of`; or a file of an earlier version has not the losses that a comparison needs.
     """
     methods, found = methods_of(runs, options), []
     baselines = [method for method in methods if options.baseline in method.names]
