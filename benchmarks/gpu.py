@@ -9,6 +9,7 @@ Parts, in order of importance, each a process with its own limit of time:
     layers    times and memory of one layer: the CUDA kernels, the Triton kernel, cuDNN's plain attention, Kerple
               without DAPE in the CUDA kernels, `blockwise`
     steps     training steps of the 125M model
+    torch     PyTorch's listing of the paper, compiled, and its plain attention
 
 A part compiles its cases in threads, and runs those that are ready one at a time. Parts that measure times begin after
 half of their limit, when most are ready, so that compiling does not disturb them. Every line of OUTPUT/results.jsonl is
@@ -39,6 +40,8 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks import listing
+from benchmarks.attention import variant_of
 from benchmarks.layer import (
     DIRECTIONS,
     PLAIN,
@@ -55,13 +58,14 @@ from benchmarks.step import Step, read_config
 from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.errors import require
-from dape_jax.hardware import GIB
+from dape_jax.hardware import GIB, MIB
 from dape_jax.model.attention import Blockwise, Dense, Fused, Implementation
 from dape_jax.model.processors import DapeConfig, PlainConfig
 from dape_jax.provenance import provenance
+from dape_jax.sharding import device_platform
 
 ROOT = Path(__file__).parents[1]
-PARTS = {"correct": 120, "layers": 130, "steps": 130}  # with their limits in seconds
+PARTS = {"correct": 120, "layers": 130, "steps": 130, "torch": 40}  # with their limits in seconds
 SAMPLES = 5
 Figures = dict[str, Any]
 # Returns figures, and a function that runs the case and returns more.
@@ -96,6 +100,7 @@ class Plan:
     layer: Layer  # layer to time
     correct: dict[str, Layer]
     shapes: tuple[tuple[int, int], ...]  # (T, B) of one layer
+    torch_shapes: tuple[tuple[int, int], ...]
     steps: tuple[tuple[str, int, int, str], ...]  # method, T, B, implementation
     preset: str  # preset of the steps' recipe
 
@@ -119,6 +124,7 @@ FULL = Plan(
         "plain": dataclasses.replace(PLAIN, batch=2),
     },
     shapes=((2048, 1), (512, 16), (8192, 1), (2048, 8), (512, 1)),
+    torch_shapes=((512, 1), (2048, 1), (512, 16)),
     steps=(
         ("dape1x3-kerple", 512, 32, "cuda"),
         ("dape1x3-kerple", 512, 32, "fused"),
@@ -135,6 +141,7 @@ TINY = Plan(
     layer=TINY_LAYER,
     correct={"kerple": TINY_LAYER, "plain": plain(TINY_LAYER)},
     shapes=((24, 1),),
+    torch_shapes=((24, 1),),
     steps=(("dape1x3-kerple", 32, 8, "blockwise"), ("kerple", 32, 8, "dense")),
     preset="small",
 )
@@ -209,7 +216,31 @@ def step_cases(plan: Plan) -> dict[str, Prepare]:
     return {"/".join(map(str, case)): functools.partial(prepare, *case) for case in plan.steps}
 
 
-CASES = {"correct": correct_cases, "layers": layer_cases, "steps": step_cases}
+def torch_cases(plan: Plan) -> dict[str, Prepare]:
+    """Return the cases that time PyTorch, named NAME/T/B/DIRECTION."""
+    if why := listing.why_not_torch(device_platform()):
+        return {"torch": lambda: ({"left_out": why}, dict)}
+
+    def prepare(name: str, length: int, batch: int, direction: str) -> tuple[Figures, Callable[[], Figures]]:
+        sizes = {"length": length, "batch": batch, "kv_heads": plan.layer.heads}
+        layer = variant_of(dataclasses.replace(plan.layer, **sizes), name)
+
+        def run() -> Figures:  # PyTorch compiles in one thread only
+            call, compile_s = listing.torch_function(name, *layer.modules(), layer.arrays(), direction)
+            figures = times_of(call) | {"compile_s": compile_s}
+            if device_platform() == "gpu":
+                figures["peak_mib"] = listing.bytes_of_call(call) / MIB
+            listing.empty_cache()
+            return figures
+
+        return {}, run
+
+    names = [name for name in listing.NAMES if name != "torch eager"]
+    cases = itertools.product(names, plan.torch_shapes, DIRECTIONS)
+    return {f"{name}/{T}/{B}/{way}": functools.partial(prepare, name, T, B, way) for name, (T, B), way in cases}
+
+
+CASES = {"correct": correct_cases, "layers": layer_cases, "steps": step_cases, "torch": torch_cases}
 
 
 # ---- processes
@@ -281,16 +312,17 @@ def summarize(results: dict[tuple[str, str], Figures]) -> str:
             verdict = "right" if line["right"] else "WRONG"
             bits = "" if line["same_bits"] else ", DIFFERENT BITS IN A SECOND RUN"
             text.append(f"  {case:30} {verdict} {line['errors'][line['worst']]:.1e} ({line['worst']}){bits}")
-    for part, title in (("layers", "ONE LAYER, bfloat16"), ("steps", "TRAINING STEPS, 125M")):
+    for part, title in (("layers", "ONE LAYER, bfloat16"), ("torch", "PYTORCH"), ("steps", "TRAINING STEPS, 125M")):
         text += ["", title]
         for (_, case), line in ((key, line) for key, line in results.items() if key[0] == part and "min_ms" in line):
-            names = ("temporary_mib", "needed_gib", "tokens_per_s", "mfu", "loss_nats", "compile_s")
+            names = ("temporary_mib", "peak_mib", "needed_gib", "tokens_per_s", "mfu", "loss_nats", "compile_s")
             figures = ", ".join(
                 f"{name} {line[name]:,.4g}" for name in names if name in line and line[name] is not None
             )
             text.append(f"  {case:36} {line['min_ms']:9.3f} ms   {figures}")
     text += ["", "NOT MEASURED"]
-    text += [f"  {part} {case}: {line['failed']}" for (part, case), line in results.items() if "failed" in line]
+    for (part, case), line in results.items():
+        text += [f"  {part} {case}: {line[why]}" for why in ("failed", "left_out") if why in line]
     return "\n".join(text)
 
 

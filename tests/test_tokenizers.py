@@ -4,6 +4,7 @@ import copy
 import json
 import random
 import re
+import shutil
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import tiny
 import tokenizers as library
+from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import load_corpus
@@ -29,7 +31,9 @@ from dape_jax.data.tokenizers import (
     train_bpe,
 )
 from dape_jax.errors import InputError
+from dape_jax.evaluation.trained import read_trained
 from dape_jax.tools.completion import added_text
+from dape_jax.tools.maps import read_tokens
 from dape_jax.training.loop import train
 
 quick = settings(max_examples=40, deadline=None)
@@ -273,6 +277,14 @@ def test_a_saved_tokenizer_is_the_same(kind, tmp_path):
 
 
 # in a run
+
+
+def test_attention_maps_read_a_text_with_the_tokenizer_of_the_run(trained_run, tmp_path):
+    given, workdir = train_bpe(TEXTS, 257), shutil.copytree(trained_run, tmp_path / "run")
+    save_tokenizer(given, workdir)
+    (tmp_path / "read.txt").write_text(TEXTS[1])
+    content, _ = read_tokens(read_trained(workdir, "newest", {}), 4, epath.Path(tmp_path, "read.txt"))
+    np.testing.assert_array_equal(content, given.encode(TEXTS[1].encode())[:4])
 
 
 def test_a_workdir_with_another_tokenizer_is_refused_before_the_run_begins(tmp_path):

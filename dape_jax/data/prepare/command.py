@@ -147,7 +147,7 @@ def find_inputs(config: PrepareConfig, excluded: Collection[Path]) -> Inputs:
     """
     files, held_out, tokenizer = find_files(config.input, excluded), list[InputFile](), None
     if config.validation:
-        held_out = [file._replace(split="validation") for file in find_files(config.validation, excluded, "validation")]
+        held_out = find_files(config.validation, excluded, "validation")
         paths = {os.path.realpath(file.path) for file in held_out}
         files = [file._replace(split="train") for file in files if os.path.realpath(file.path) not in paths]
         require(bool(files), "input", ",".join(config.input), "must have files that are not in validation")
@@ -168,6 +168,7 @@ def find_inputs(config: PrepareConfig, excluded: Collection[Path]) -> Inputs:
         recipe["document_separator"] = config.document_separator
     if held_out:
         recipe["validation"] = {file.path: [file.num_bytes, file.version] for file in held_out}
+    held_out = [file._replace(split="validation") for file in held_out]
     return Inputs(config, files + held_out, tokenizer, json.loads(json.dumps(recipe)))
 
 

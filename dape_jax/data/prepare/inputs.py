@@ -182,8 +182,8 @@ def open_input(path: str) -> Iterator[tuple[Any, bytes]]:
             head = content.getvalue()[:_HEAD_BYTES]
         elif head.startswith(codecs.BOM_UTF8) and not path.endswith(".py"):
             # Python source keeps it: the corpus of the standard library, and the results on it, would be others.
-            content.read(len(codecs.BOM_UTF8))
-            head = head.removeprefix(codecs.BOM_UTF8)
+            content.seek(len(codecs.BOM_UTF8))
+            head = head[len(codecs.BOM_UTF8) :]
         yield content, head
 
 
@@ -194,23 +194,39 @@ class _Streams(io.RawIOBase):
     """
 
     def __init__(self, decompressor: Callable[[], Any], file: Any) -> None:
-        self._blocks, self._rest = self._decompressed(decompressor, file), b""
+        self._decompressor, self._file = decompressor, file
+        self.seek(0)
 
     def readable(self) -> bool:
         return True
+
+    seekable = readable
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        while whence == os.SEEK_END and self.read(io.DEFAULT_BUFFER_SIZE):
+            pass
+        position += self._position if whence != os.SEEK_SET else 0
+        self._file.seek(0)
+        self._blocks, self._rest, self._position = self._decompressed(), b"", 0
+        while self.read(min(position - self._position, io.DEFAULT_BUFFER_SIZE)):
+            pass
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
         self._rest = self._rest or next(filter(None, self._blocks), b"")
         size = min(len(buffer), len(self._rest))
         buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        self._position += size
         return size
 
-    @staticmethod
-    def _decompressed(decompressor: Callable[[], Any], file: Any) -> Iterator[bytes]:
-        read = functools.partial(file.read, io.DEFAULT_BUFFER_SIZE)
+    def _decompressed(self) -> Iterator[bytes]:
+        read = functools.partial(self._file.read, io.DEFAULT_BUFFER_SIZE)
         block = read()
         while block:
-            stream = decompressor()
+            stream = self._decompressor()
             while not stream.eof:
                 if stream.needs_input and not block:
                     raise EOFError("the file ends within a compressed stream")

@@ -111,7 +111,8 @@ def _matches(value: Any, text: str) -> bool:
 
 def holds_ids(path: str) -> bool:
     """Return whether a local file contains token ids, which are mapped into memory: a .bin with its .idx."""
-    return path.endswith(".bin") and os.path.exists(f"{path.removesuffix('.bin')}.idx")
+    prefix, suffix = os.path.splitext(path)
+    return suffix.lower() in (".bin", ".idx") and all(os.path.exists(prefix + each) for each in (".bin", ".idx"))
 
 
 def read_records(file: InputFile, config: PrepareConfig, is_alone: bool) -> Iterator[tuple[int, Content | LeftOut]]:
@@ -166,25 +167,25 @@ def _values(path: str, content: Any, head: bytes, config: PrepareConfig) -> Iter
     is_table = head.startswith((b"PAR1", _ARROW_FILE, _ARROW_STREAM)) and b"\0" in head
     if is_table or name.endswith((".parquet", ".arrow")):
         return _rows(path, content, head, config)
-    is_json, begins = name.endswith(".json"), b"" if b"\0" in head else head.lstrip()
+    start, is_json, begins = content.tell(), name.endswith(".json"), b"" if b"\0" in head else head.lstrip()
     is_array, is_lines = re.match(rb"\[\s*\{", begins) is not None, name.endswith((".jsonl", ".ndjson"))
     if is_lines and not is_array:
         return _lines(content)
     if begins.startswith(b"{"):
         # The first two lines tell lines of JSON from one object on several lines, and from a file about something else.
-        with open_input(path) as (again, _):
-            first = list(itertools.islice((value for value in _lines(again) if value is not _BLANK), 2))
+        first = list(itertools.islice((value for value in _lines(content) if value is not _BLANK), 2))
+        content.seek(start)
         has_text = any(isinstance(lookup(value, config.text_field), str) for value in first)
         are_objects = {*map(type, first)} == {dict}
         if (has_text and (is_json or are_objects)) or (is_json and are_objects and len(first) == 2):
             return _lines(content)
     if is_array or (is_json and begins.startswith(b"{")):
-        with open_input(path) as (again, _):
-            value = _parse(again.read(_VALUE_BYTES))
+        value = _parse(content.read(_VALUE_BYTES))
         values = value if isinstance(value, list) else [value]
         has_text = any(isinstance(lookup(each, config.text_field), str) for each in values)
         if has_text or (is_lines and isinstance(value, list)):
             return values
+        content.seek(start)
     return _lines(content) if is_lines else None
 
 
