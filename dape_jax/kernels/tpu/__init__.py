@@ -53,7 +53,10 @@ def _attend_forward(forward_tiling, backward_tiling, *inputs):
 
 
 def _attend_backward(forward_tiling, backward_tiling, saved, dout_BTHK):
-    dq_BTHK, dk_BSGK, dv_BSGK, doperator = backward_pass(forward_tiling, backward_tiling, *saved, dout_BTHK)
+    q_BTHK, k_BSGK, v_BSGK, first, operator, out_BTHK, lse = saved
+    dq_BTHK, dk_BSGK, dv_BSGK, doperator = backward_pass(
+        forward_tiling, backward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator, out_BTHK, lse, dout_BTHK
+    )
     return dq_BTHK, dk_BSGK, dv_BSGK, np.zeros((), jax.dtypes.float0), doperator
 
 

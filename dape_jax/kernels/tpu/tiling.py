@@ -317,7 +317,8 @@ class Tiling:
         """Return the grid steps of one sequence that compute something, as arrays, if the first row is column 0."""
         begin, end = self.tile_range(np.arange(self.num_blocks)[:, None], 0, np)
         tile = np.arange(self.num_tiles)
-        return self.step(*np.nonzero((begin <= tile) & (tile <= end)), 0)
+        block, tile = np.nonzero((begin <= tile) & (tile <= end))
+        return self.step(block, tile, 0)
 
     def step(self, block: Any, tile: Any, first: Any) -> "Step":
         """Return the positions of a block and a tile, given the column `first` of row 0."""
