@@ -44,12 +44,13 @@ def attend(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(forward_tiling, backward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator):
-    return forward_pass(forward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator)[0]
+    return _attend_forward(forward_tiling, backward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator)[0]
 
 
-def _attend_forward(forward_tiling, backward_tiling, *inputs):
-    out_BTHK, lse = forward_pass(forward_tiling, *inputs)
-    return out_BTHK, (*inputs, out_BTHK, lse)
+def _attend_forward(forward_tiling, backward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator):
+    del backward_tiling
+    out_BTHK, lse = forward_pass(forward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator)
+    return out_BTHK, (q_BTHK, k_BSGK, v_BSGK, first, operator, out_BTHK, lse)
 
 
 def _attend_backward(forward_tiling, backward_tiling, saved, dout_BTHK):

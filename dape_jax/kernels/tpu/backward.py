@@ -53,7 +53,8 @@ from dape_jax.kernels.tpu.forward import (
     hidden_features,
     is_upper,
     join,
-    last_rows_and_keys,
+    last_keys,
+    last_rows,
     left_blocks,
     left_scratch,
     load_unit,
@@ -76,7 +77,6 @@ from dape_jax.kernels.tpu.forward import (
     store,
     to_heads,
     to_hidden,
-    unit_lines,
     windows,
     with_rolled,
 )
@@ -178,13 +178,15 @@ def lines_of_unit(t: Tiling, lines: Heads, row: Any, lane: Array) -> Registers:
         picked = jnp.where(lane == (line & (LANES - 1)) + sublane, numbers, 0.0)
         return jnp.broadcast_to(jnp.sum(picked, 1, keepdims=True), (SUBLANES, LANES))
 
-    return [register(ref, line) for ref, line in unit_lines(t, lines, row)]
+    octets = [(octet, r) for octet in range(t.octets) for r in range(UNIT_ROWS)]
+    found = [register(lines.octets, (octet * t.block_rows + row + r) * SUBLANES) for octet, r in octets]
+    return [*found, register(lines.quads, row * 4)] if t.quads else found
 
 
 def head_lines(t: Tiling, unit: Registers, row: int) -> Array:
     """Return the lines of one row of a unit; lines of the other row's half of the quad are 0."""
-    lines = [unit[UNIT_ROWS * i + row] for i, size in enumerate(t.register_heads) if size == SUBLANES]
-    if len(lines) < len(t.register_heads):
+    lines = [unit[UNIT_ROWS * octet + row] for octet in range(t.octets)]
+    if t.quads:
         lines.append(jnp.where(is_upper() if row == 0 else ~is_upper(), unit[-1], 0.0))
     return join(lines, 0)
 
@@ -222,7 +224,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
     def _():
         clear(*jax.tree.leaves((outputs.dmatrices, outputs.dright)))
         if t.num_heads % 4:
-            clear(*scratch.scores, *scratch.dprobs)
+            clear(*jax.tree.leaves((scratch.scores, scratch.dprobs)))
 
     @pl.when(tile == 0)
     def _():
@@ -271,7 +273,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
 
     @pl.when(needed & ((first > 0) | (end < t.block_rows // GROUP_ROWS)))
     def _():  # groups of rows that do not use the tile
-        clear(*scratch.probs)
+        clear(*jax.tree.leaves(scratch.probs))
 
     def loop(in_first_tile: bool) -> None:
         tables = RowTables(step, block, inputs, scratch, in_first_tile=in_first_tile)
@@ -512,10 +514,38 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
         write_gradients(only_owned=not t.is_aligned)
 
 
-def by_lines(t: Tiling, x_BTN: Array, fill: float) -> tiling.Blocked:
-    """Arrange numbers of rows and of the N heads of a register as blocks: [B, blocks, lines / 128, 128]."""
-    x = jnp.pad(x_BTN, ((0, 0), (0, t.padded_rows - t.num_rows), (0, 0)), constant_values=fill)
-    return tiling.by_lanes(t, x.reshape(x.shape[0], t.num_blocks, -1, LANES))
+def to_lines(t: Tiling, x_BXTN: Array, fill: float) -> Array:
+    """Arrange numbers of rows and heads, in X registers of N heads, as blocks: [B, blocks, lines / 128, 128]."""
+    batch, registers, num_rows, heads = x_BXTN.shape
+    rows = (0, t.padded_rows - num_rows)
+    x = jnp.pad(x_BXTN, ((0, 0), (0, 0), rows, (0, 0)), constant_values=fill)
+    x = x.reshape(batch, registers, t.num_blocks, t.block_rows, heads).swapaxes(1, 2)
+    return x.reshape(batch, t.num_blocks, -1, LANES)
+
+
+def lay_out_lse(forward: Tiling, t: Tiling, lse: Heads) -> Heads:
+    """Convert the log-sum-exp to the blocks of the backward pass. Rows beyond T get probabilities of 0."""
+    batch = jax.tree.leaves(lse)[0].shape[0]
+
+    def of(x: Array, registers: int, heads: int) -> Array:
+        x = x.reshape(batch, forward.num_blocks, registers, forward.block_rows, heads).swapaxes(1, 2)
+        x = x.reshape(batch, registers, forward.padded_rows, heads)[:, :, : t.num_rows]
+        return to_lines(t, x, -MASKED_SCORE)
+
+    octets = of(lse.octets, t.octets, SUBLANES) if t.octets else None
+    return Heads(octets, of(lse.quads, 1, 4) if t.quads else None)
+
+
+def lay_out_sums(t: Tiling, x_BTH: Array) -> Heads:
+    """Arrange a sum for each row and head in the blocks of the log-sum-exp."""
+
+    def of(x_BTH: Array, heads: int) -> Array:
+        x_BTH = jnp.pad(x_BTH, ((0, 0), (0, 0), (0, -x_BTH.shape[2] % heads)))
+        return to_lines(t, x_BTH.reshape(*x_BTH.shape[:2], -1, heads).swapaxes(1, 2), 0.0)
+
+    num_octets = SUBLANES * t.octets
+    octets = of(x_BTH[..., :num_octets], SUBLANES) if t.octets else None
+    return Heads(octets, of(x_BTH[..., num_octets:], 4) if t.quads else None)
 
 
 def backward_pass(
@@ -539,15 +569,13 @@ def backward_pass(
     table, table_vjp = jax.vjp(functools.partial(tiling.to_table, t), operator.knee_CN, operator.added_HN)
     left, left_vjp = jax.vjp(functools.partial(left_blocks, t), operator.left_knee_PCT, operator.left_added_QHT)
     row_sum_BTH = (dout_BTHK.astype(jnp.float32) * out_BTHK.astype(jnp.float32)).sum(-1)
-    row_sum_BTH = jnp.pad(row_sum_BTH, ((0, 0), (0, 0), (0, sum(t.register_heads) - t.num_heads)))
-    sums = [row_sum_BTH[..., SUBLANES * i :][..., :size] for i, size in enumerate(t.register_heads)]
-    # From the blocks of the forward pass to rows. Rows beyond T get probabilities of 0.
-    rows = [x.reshape(batch, forward.padded_rows, -1)[:, : t.num_rows] for x in lse]
+    lines = lay_out_lse(forward, t, lse), lay_out_sums(t, row_sum_BTH)
+    lse, row_sum = (jax.tree.map(functools.partial(tiling.by_lanes, t), x) for x in lines)
     q, k = tiling.to_blocks(t, q_BTHK), tiling.to_pieces(t, k_BSGK)
     right = right_vjp = None
     if t.num_right:
-        edges = last_rows_and_keys(t, q, k)
-        right, right_vjp = jax.vjp(functools.partial(right_edge, t, first), *edges, operator)
+        edges = last_rows(t, q), last_keys(t, k), operator
+        right, right_vjp = jax.vjp(functools.partial(right_edge, t, first), *edges)
 
     def float32(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch, *shape), jnp.float32)
@@ -575,8 +603,8 @@ def backward_pass(
         v=tiling.by_tiles(t, tiling.to_pieces(t, v_BSGK)),
         dout=tiling.by_rows(t, tiling.to_blocks(t, dout_BTHK)),
         dout_columns=tiling.by_columns(t, tiling.to_columns(t, dout_BTHK)),
-        lse=[by_lines(t, x, -MASKED_SCORE) for x in rows],
-        row_sum=[by_lines(t, x, 0.0) for x in sums],
+        lse=lse,
+        row_sum=row_sum,
         matrices=matrices_of(t, operator.scores_WHC, operator.output_WCH),
         transposed=matrices_of(t, transposed_2, transposed_1),
         left=jax.tree.map(left_input, left),

@@ -18,6 +18,7 @@ The log-sum-exp is saved for the backward pass. Scores, hidden features and prob
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -123,32 +124,46 @@ def packed_scratch(t: Tiling, *shape: int) -> Any:
 # ---- Arrays with one number per row, head and lane of a block
 
 
-# For each register of a row, a ref with the lines of all rows of a block: [8 or 4 block_rows, 128], for an octet or a
-# quad; optionally with a leading dim of phases.
-Heads = list[Any]
+class Heads(NamedTuple):
+    """Refs with the numbers of all rows and heads of a block; None if there are no octets, or no quad.
+
+    octets: [octets, 8 block_rows, 128], quads: [4 block_rows, 128]; optionally with a leading dim of phases.
+    """
+
+    octets: Any
+    quads: Any
+
+
+def heads_of(t: Tiling, make: Callable[..., Any], *lead: int) -> Heads:
+    """Return `make(shape)` for octets and quads."""
+    octets = make((*lead, t.octets, SUBLANES * t.block_rows, LANES)) if t.octets else None
+    return Heads(octets, make((*lead, 4 * t.block_rows, LANES)) if t.quads else None)
 
 
 def heads_scratch(t: Tiling, *lead: int) -> Heads:
     """Return float32 VMEM for the numbers of all rows and heads of a block."""
-    return [tiling.scratch_of(*lead, size * t.block_rows, LANES) for size in t.register_heads]
+    return heads_of(t, lambda shape: pltpu.VMEM(shape, jnp.float32), *lead)
 
 
 def head_rows(t: Tiling, heads: Heads, head: int, *phase: int) -> tuple[Any, Any]:
     """Return the ref and the index of one head's numbers, [block_rows, 128]."""
-    i, line = divmod(head, SUBLANES)
-    lines = pl.ds(line, t.block_rows, stride=t.register_heads[i])
-    return (heads[i].at[phase] if phase else heads[i]), (lines, slice(None))
-
-
-def unit_lines(t: Tiling, heads: Heads, row: Any) -> list[tuple[Any, Any]]:
-    """Return the ref and the first line of each register of rows `row` and `row + 1`."""
-    sizes = zip(heads, t.register_heads, strict=True)
-    return [(ref, (row + r) * size) for ref, size in sizes for r in range(0, UNIT_ROWS, SUBLANES // size)]
+    if head < SUBLANES * t.octets:
+        lines = pl.ds(head % SUBLANES, t.block_rows, stride=SUBLANES)
+        return heads.octets.at[(*phase, head // SUBLANES)], (lines, slice(None))
+    lines = pl.ds(head - SUBLANES * t.octets, t.block_rows, stride=4)
+    return (heads.quads.at[phase] if phase else heads.quads), (lines, slice(None))
 
 
 def _unit_at(t: Tiling, heads: Heads, row: Any, *phase: int) -> list[tuple[Any, Any]]:
-    found = unit_lines(t, heads, row)
-    return [(ref, (*phase, pl.ds(pl.multiple_of(line, SUBLANES), SUBLANES), slice(None))) for ref, line in found]
+    found = []
+    for octet in range(t.octets):
+        for r in range(UNIT_ROWS):
+            lines = pl.ds(pl.multiple_of((row + r) * SUBLANES, SUBLANES), SUBLANES)
+            found.append((heads.octets, (*phase, octet, lines, slice(None))))
+    if t.quads:
+        lines = pl.ds(pl.multiple_of(row * 4, SUBLANES), SUBLANES)
+        found.append((heads.quads, (*phase, lines, slice(None))))
+    return found
 
 
 def load(t: Tiling, heads: Heads, row: Any, *phase: int) -> Registers:
@@ -169,10 +184,9 @@ def load_unit(t: Tiling, heads: Heads, row: Any) -> Unit:
 
 def by_unit(t: Tiling, lines: Sequence[Array], merge: Callable[[Array, Array], Array]) -> Registers:
     """Make the registers of a unit from the head lines of two rows; `merge` joins their last registers in a quad."""
-    found: Registers = []
-    for size, upper, lower in zip(t.register_heads, *map(registers_of, lines), strict=True):
-        found += [upper, lower] if size == SUBLANES else [merge(upper, lower)]
-    return found
+    upper, lower = (registers_of(x) for x in lines)
+    found = [x for octet in range(t.octets) for x in (upper[octet], lower[octet])]
+    return [*found, merge(upper[t.octets], lower[t.octets])] if t.quads else found
 
 
 def is_upper() -> Array:
@@ -540,11 +554,11 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
 
     @pl.when(tile == 0)
     def _():
-        for ref in scratch.max:
+        for ref in jax.tree.leaves(scratch.max):
             ref[...] = jnp.full(ref.shape, MASKED_SCORE, jnp.float32)
-        clear(*scratch.sum, scratch.values)
+        clear(*jax.tree.leaves(scratch.sum), scratch.values)
         if t.num_heads % 4:
-            clear(*scratch.scores)
+            clear(*jax.tree.leaves(scratch.scores))
 
     make_tables = functools.partial(RowTables, step, block, inputs, scratch)
 
@@ -568,7 +582,7 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
 
     @pl.when(needed & ((first > 0) | (end < t.block_rows // GROUP_ROWS)))
     def _():  # groups of rows that do not use the tile
-        for ref in scratch.decay:
+        for ref in jax.tree.leaves(scratch.decay):
             ref[...] = jnp.ones(ref.shape, jnp.float32)
 
     def loop(in_first_tile: bool) -> None:
@@ -674,7 +688,7 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
 
     @pl.when(tile == t.num_tiles - 1)
     def _():
-        for m, sums, lse in zip(scratch.max, scratch.sum, outputs.lse, strict=True):
+        for m, sums, lse in zip(*map(jax.tree.leaves, (scratch.max, scratch.sum, outputs.lse)), strict=True):
             total = jnp.broadcast_to(jnp.sum(sums[...], -1, keepdims=True), sums.shape)
             squares = (-1, LANES, LANES)
             # All lanes of a line contain the same number. Take the diagonal of each square: lines become lanes.
@@ -694,11 +708,15 @@ def left_blocks(t: Tiling, left_knee_PCT: Array, left_added_QHT: Array) -> LeftR
     return LeftRefs(tiling.to_left_blocks(t, knee), tiling.to_left_blocks(t, added))
 
 
-def last_rows_and_keys(t: Tiling, q: Array, k: Array) -> tuple[Float[Array, "B H R K"], Float[Array, "B N G K"]]:
-    """Return what `right_edge` reads, from `tiling.to_blocks` and `to_pieces`: slices of these cost less."""
+def last_rows(t: Tiling, blocks: Array) -> Float[Array, "B H R K"]:
+    """Return the rows that `right_edge` reads, from `tiling.to_blocks`."""
+    return blocks[:, :, t.right_rows.start : t.right_rows.stop]
+
+
+def last_keys(t: Tiling, pieces: Array) -> Float[Array, "B N G K"]:
+    """Return the keys that `right_edge` reads, from `tiling.to_pieces`: slices of these cost less than of all keys."""
     columns = range(t.tile_columns - t.pad, t.num_keys)
-    keys = [k[:, 0, :, column % t.phases, :, column // t.phases] for column in columns]
-    return q[:, :, t.right_rows.start : t.right_rows.stop], jnp.stack(keys, 1)
+    return jnp.stack([pieces[:, 0, :, column % t.phases, :, column // t.phases] for column in columns], 1)
 
 
 def right_edge(t: Tiling, first: Array, q_BHRK: Array, k_BNGK: Array, operator: Operator) -> Float[Array, "B ..."]:
@@ -707,7 +725,7 @@ def right_edge(t: Tiling, first: Array, q_BHRK: Array, k_BNGK: Array, operator: 
     A tile of 512 columns has all scores of 512 keys, but the results of the last `ahead` rows read hidden columns from
     512 on. These depend on the scores of few rows and columns, so XLA computes and differentiates their part.
 
-    `q_BHRK` and `k_BNGK` are the `last_rows_and_keys`; see `Tiling.right_rows`.
+    `q_BHRK` are the last rows, see `Tiling.right_rows`; `k_BNGK` are the `last_keys`.
     """
     size, columns = t.tile_columns, t.num_right
     query_column_R = first + t.row_stride * jnp.array(np.array(t.right_rows))
@@ -761,18 +779,21 @@ def forward_pass(
     """Run the forward kernel.
 
     Returns:
-        The output [B, T, H, K], and for each register the log-sum-exp of its heads [B, blocks, lines / 128, 128].
+        The output [B, T, H, K], and the log-sum-exp of each row and head [B, blocks, lines / 128, 128].
     """
     batch = q_BTHK.shape[0]
     left = left_blocks(t, operator.left_knee_PCT, operator.left_added_QHT)
     out = jax.ShapeDtypeStruct((batch, *t.all_columns_shape), q_BTHK.dtype)
     q, k = tiling.to_blocks(t, q_BTHK), tiling.to_pieces(t, k_BSGK)
-    right = right_edge(t, first, *last_rows_and_keys(t, q, k), operator) if t.num_right else None
+    right = right_edge(t, first, last_rows(t, q), last_keys(t, k), operator) if t.num_right else None
 
     def by_block(x: Array) -> tiling.Blocked:
         return tiling.Blocked(x, pl.BlockSpec((1, *x.shape[1:]), lambda b, i, *_: (i, 0, 0, 0)))
 
-    lse = [(batch, t.num_blocks, size * t.block_rows // LANES, LANES) for size in t.register_heads]
+    def lse_of(shape: tuple[int, ...]) -> tiling.Blocked:
+        lines = batch, t.num_blocks, math.prod(shape[:-1]) // LANES, LANES
+        return tiling.by_lanes(t, jax.ShapeDtypeStruct(lines, jnp.float32))
+
     outputs = tiling.call(
         t,
         forward_kernel,
@@ -786,10 +807,7 @@ def forward_pass(
             right=None if right is None else tiling.by_sequence(right),
             slab=tiling.slab_of(t, tiling.to_table(t, operator.knee_CN, operator.added_HN)),
         ),
-        outputs=Outputs(
-            out=tiling.by_columns(t, out),
-            lse=[tiling.by_lanes(t, jax.ShapeDtypeStruct(shape, jnp.float32)) for shape in lse],
-        ),
+        outputs=Outputs(out=tiling.by_columns(t, out), lse=heads_of(t, lse_of)),
         scratch=Scratch(
             scores=heads_scratch(t, t.phases),
             decay=heads_scratch(t),

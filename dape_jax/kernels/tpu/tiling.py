@@ -250,15 +250,19 @@ class Tiling:
         return head // self.heads_per_line, slice(None), lanes
 
     @property
-    def register_heads(self) -> tuple[int, ...]:
-        """Return the number of heads in each register of a row: 8 in an octet, 4 in a quad, which two rows share."""
-        octets, rest = divmod(self.num_heads, SUBLANES)
-        return (SUBLANES,) * octets + ((4 if rest <= 4 else SUBLANES,) if rest else ())
+    def octets(self) -> int:
+        """Return the number of registers of 8 heads per row."""
+        return self.num_heads // 8 + (self.num_heads % 8 > 4)
+
+    @property
+    def quads(self) -> int:
+        """Return the number of registers of 4 heads that two rows share: 0 or 1."""
+        return int(0 < self.num_heads % 8 <= 4)
 
     @property
     def head_lines(self) -> int:
         """Return the number of lines of one row's heads, with a quad's lines twice: for the upper and lower row."""
-        return SUBLANES * len(self.register_heads)
+        return SUBLANES * (self.octets + self.quads)
 
     @property
     def padded_channels(self) -> int:
@@ -315,9 +319,10 @@ class Tiling:
     @property
     def steps(self) -> "Step":
         """Return the grid steps of one sequence that compute something, as arrays, if the first row is column 0."""
-        begin, end = self.tile_range(np.arange(self.num_blocks)[:, None], 0, np)
-        tile = np.arange(self.num_tiles)
-        block, tile = np.nonzero((begin <= tile) & (tile <= end))
+        begin, end = self.tile_range(np.arange(self.num_blocks), 0, np)
+        size = end + 1 - begin
+        block = np.repeat(np.arange(self.num_blocks), size)
+        tile = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size - begin, size)
         return self.step(block, tile, 0)
 
     def step(self, block: Any, tile: Any, first: Any) -> "Step":
@@ -514,7 +519,7 @@ def vmem_bytes(t: Tiling, itemsize: int) -> int:
 
     Blocks that the pipeline copies are double-buffered.
     """
-    heads = t.block_rows * sum(t.register_heads) * LANES * 4  # bytes of one phase
+    heads = t.block_rows * (8 * t.octets + 4 * t.quads) * LANES * 4  # bytes of one phase
     rows = t.num_heads * t.block_rows * round_up(t.head_dim, LANES)
     columns = t.column_shape[0] * round_up(t.head_dim, SUBLANES) * LANES
     tile = t.num_groups * t.phases * LANES * round_up(t.head_dim, SUBLANES)
@@ -589,8 +594,10 @@ def from_pieces(t: Tiling, x: Array) -> Array:
 
 def by_register(t: Tiling, x_HX: Array) -> Array:
     """Arrange heads as the lines of a row: [H, ...] -> [head lines, ...], with a quad's lines twice."""
-    x = jnp.pad(x_HX, ((0, sum(t.register_heads) - t.num_heads), *((0, 0),) * (x_HX.ndim - 1)))
-    return jnp.concatenate([x, x[-4:]]) if t.register_heads[-1] == 4 else x
+    padded = SUBLANES * t.octets + 4 * t.quads
+    x = jnp.pad(x_HX, ((0, padded - t.num_heads), *((0, 0),) * (x_HX.ndim - 1)))
+    quad = x[SUBLANES * t.octets :]
+    return jnp.concatenate([x, quad]) if t.quads else x
 
 
 def to_table(t: Tiling, knee_CN: Array, added_HN: Array) -> Array:
@@ -616,14 +623,17 @@ def to_units(t: Tiling, x_BRAH: Array) -> Array:
     [B, last rows, last columns, H] -> [B, units, phases, registers, 8, 128]; see `Tiling.right_units`.
     """
     batch, rows, columns, _ = x_BRAH.shape
-    units = t.right_units
+    units, octets, quads = t.right_units, t.octets, t.quads
     before = t.num_rows - rows - UNIT_ROWS * units.start
     after = UNIT_ROWS * len(units) - before - rows
-    x = jnp.pad(x_BRAH, ((0, 0), (before, after), (0, 0), (0, sum(t.register_heads) - t.num_heads)))
+    missing_heads = SUBLANES * octets + 4 * quads - t.num_heads
+    x = jnp.pad(x_BRAH, ((0, 0), (before, after), (0, 0), (0, missing_heads)))
     x = x.reshape(batch, len(units), UNIT_ROWS, columns, -1).swapaxes(2, 3)
-    of_register = [x[..., SUBLANES * i :][..., :size] for i, size in enumerate(t.register_heads)]
-    # [B, units, columns, registers, 8]
-    x = jnp.concatenate([part.reshape(*x.shape[:3], -1, SUBLANES) for part in of_register], 3)
+    of_octets = x[..., : SUBLANES * octets].reshape(*x.shape[:4], octets, SUBLANES).swapaxes(3, 4)
+    parts = [of_octets.reshape(*x.shape[:3], UNIT_ROWS * octets, SUBLANES)]
+    if quads:
+        parts.append(x[..., SUBLANES * octets :].reshape(*x.shape[:3], 1, SUBLANES))
+    x = jnp.concatenate(parts, 3)  # [B, units, columns, registers, 8]
     column = t.phases * np.arange(LANES) + np.array(t.right_phases)[:, None] - (t.phases * LANES - columns)
     of_columns = [jnp.where((column == i)[:, None, None], x[:, :, None, i, ..., None], 0.0) for i in range(columns)]
     return functools.reduce(jnp.add, of_columns)
@@ -631,8 +641,9 @@ def to_units(t: Tiling, x_BRAH: Array) -> Array:
 
 def to_left_blocks(t: Tiling, left_PXT: Array) -> Array:
     """Split a correction of the first columns into blocks: [P, X, T] -> [blocks, P, X, 128], one lane per row."""
-    left_PXT = jnp.pad(left_PXT, ((0, 0), (0, 0), (0, t.padded_rows - t.num_rows)))
-    blocks = jnp.moveaxis(left_PXT.reshape(*left_PXT.shape[:2], t.num_blocks, t.block_rows), 2, 0)
+    P, X, T = left_PXT.shape
+    left_PXT = jnp.pad(left_PXT, ((0, 0), (0, 0), (0, t.padded_rows - T)))
+    blocks = jnp.moveaxis(left_PXT.reshape(P, X, t.num_blocks, t.block_rows), 2, 0)
     return jnp.pad(blocks, ((0, 0), (0, 0), (0, 0), (0, LANES - t.block_rows)))
 
 
@@ -652,8 +663,8 @@ def packed_order(t: Tiling, num_registers: int) -> np.ndarray:
 
 def score_lines(t: Tiling, num_phases: int) -> Line:
     """Return the lines of a unit's scores in a number of phases, packed."""
-    sizes = enumerate(t.register_heads)
-    found = [(r, SUBLANES * i + j) for i, size in sizes for r in range(UNIT_ROWS) for j in range(size)]
+    sizes = [SUBLANES] * t.octets + [4] * t.quads
+    found = [(r, SUBLANES * i + j) for i, size in enumerate(sizes) for r in range(UNIT_ROWS) for j in range(size)]
     rows, heads = np.array(found).T
     heads = np.where(heads < t.num_heads, heads, -1)
     order = packed_order(t, num_phases * len(heads) // SUBLANES)
@@ -665,12 +676,12 @@ def score_lines(t: Tiling, num_phases: int) -> Line:
 
 def output_lines(t: Tiling, row: int) -> Line:
     """Return the lines that a convolution to heads computes for a row of a unit: n phases, not packed."""
-    line, size = np.arange(t.head_lines), np.repeat(t.register_heads, SUBLANES)
-    head = line // SUBLANES * SUBLANES + line % size
-    of_row = (size == SUBLANES) | (line % SUBLANES // 4 == row)
+    lines = np.arange(t.head_lines)
+    head = np.where(lines < SUBLANES * t.octets, lines, SUBLANES * t.octets + lines % 4)
+    of_row = (lines < SUBLANES * t.octets) | (lines % SUBLANES // 4 == row)
     head = np.where(of_row & (head < t.num_heads), head, -1)
     n = t.phases_per_dot
-    return Line(np.zeros(n * len(line), int), np.repeat(np.arange(n), len(line)), np.tile(head, n))
+    return Line(np.zeros(n * len(lines), int), np.repeat(np.arange(n), len(lines)), np.tile(head, n))
 
 
 def hidden_lines(t: Tiling, num_rows: int, num_phases: int, *, packed: bool) -> Line:
