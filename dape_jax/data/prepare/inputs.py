@@ -170,11 +170,10 @@ def open_input(path: str) -> Iterator[tuple[Any, bytes]]:
         raw: Any = fsspec.open(path, "rb", compression=None) if is_remote(path) else open(path, "rb", buffering=0)
         raw = stack.enter_context(raw)
         content: Any = stack.enter_context(io.BufferedReader(raw))  # `readline` of a file in a bucket takes no size
-        head = content.peek(_HEAD_BYTES)[:_HEAD_BYTES]
+        head = _head(content.read)
+        content.seek(0)
         if decompress := next((each for magic, each in _COMPRESSIONS.items() if re.match(magic, head)), None):
-            head = b""
-            with contextlib.suppress(*DAMAGE):  # raised again where the content is read
-                head = decompress(content).read1(_HEAD_BYTES)
+            head = _head(decompress(content).read1)
             content.seek(0)  # with a new decompressor: after damage, the first may return nothing
             content = stack.enter_context(decompress(content))
         if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -185,6 +184,15 @@ def open_input(path: str) -> Iterator[tuple[Any, bytes]]:
             content.seek(len(codecs.BOM_UTF8))
             head = head[len(codecs.BOM_UTF8) :]
         yield content, head
+
+
+def _head(read: Callable[[int], bytes]) -> bytes:
+    """Return the first bytes of a stream, up to a place where it is damaged."""
+    head = b""
+    with contextlib.suppress(*DAMAGE):
+        while len(head) < _HEAD_BYTES and (block := read(_HEAD_BYTES - len(head))):
+            head += block
+    return head
 
 
 class _Streams(io.RawIOBase):
