@@ -20,7 +20,7 @@ from dape_jax.files import write_atomically
 from dape_jax.tasks import TASKS
 from experiments.catalogue import EXPERIMENTS
 from experiments.methods import PRESETS
-from experiments.runs import Group, Series, paper_groups
+from experiments.runs import Group, Series, mean_of, paper_groups
 
 UNITS = {
     "perplexity": "perplexity",
@@ -133,7 +133,7 @@ def _draw_curve(axes: Axes, series: Series, divisor: int, name: str, style: dict
     width = 2.2 if series.model.method.startswith("dape") else 1.2
     sizes = {"markersize": 4, "linewidth": width} if len(lengths) > 1 else {"markersize": 7, "linestyle": ""}
     x, y = [], []
-    for length, mean in zip(lengths, drawn(map(fmean, over_seeds)), strict=True):
+    for length, mean in zip(lengths, drawn(mean_of(values) for values in over_seeds), strict=True):
         has_gap = bool(x) and not series.model.task and length > 2 * x[-1]
         x += [length, length] if has_gap else [length]
         y += [math.nan, mean] if has_gap else [mean]
@@ -146,8 +146,10 @@ def _scale_text_axes(axes: Axes, series: list[Series], metric: str) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_xlabel("sequence length (tokens)")
-    curves = [only_drawn(fmean(item.over_seeds(length)) for length in item.lengths) for item in series]
+    curves = [only_drawn(mean_of(item.over_seeds(length)) for length in item.lengths) for item in series]
     curves = [means for means in curves if means]
+    if not curves:
+        return
     low, top = min(map(min, curves)), max(map(max, curves))
     if metric == "perplexity":
         peaks = [max(means) for means in curves]

@@ -9,21 +9,21 @@ Lengths in claims and groups are the paper's; tables and figures divide them by 
 
 import functools
 import json
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from dape_jax.errors import require
-from dape_jax.evaluation.report import json_values, markdown_table
+from dape_jax.evaluation.report import FIXED_BELOW, json_values, markdown_table
 from dape_jax.files import write_json
 from dape_jax.tasks import TASKS
 from experiments.catalogue import EXPERIMENTS
 from experiments.claims import NOT_IN_PAPER, Claim, Result
 from experiments.plots import UNITS, experiment_figure, write_png
-from experiments.runs import Group, Series, lookup_in, paper_groups, read_groups
+from experiments.runs import Group, Series, lookup_in, mean_of, paper_groups, read_groups
 from experiments.verdicts import MIN_SEEDS, VERDICTS, Judgement, describe, difference, format_difference, judge
 
 Content = dict[str, Any]  # of a claim, or of a group, in report.json
@@ -57,10 +57,11 @@ def _content(group: Group) -> Content:
 
 def _described(series: Series) -> Content:
     """Return the fields of a series, without its samples, which are in the runs; of a task with the means."""
-    fields = series.model._asdict() | vars(series)
+    fields = series.model._asdict() | {name: value for name, value in vars(series).items() if name != "model"}
+    fields |= {"samples": {}}
     if series.model.task:
         fields |= {"within": series.means(beyond=False), "beyond": series.means(beyond=True)}
-    return {name: value for name, value in fields.items() if name not in ("model", "samples") and value != ""}
+    return {name: value for name, value in fields.items() if value not in ("", {})}
 
 
 def _claim(group: Group, text: str, claim: Claim, item: Judgement) -> Content:
@@ -71,8 +72,8 @@ def _claim(group: Group, text: str, claim: Claim, item: Judgement) -> Content:
     metric = EXPERIMENTS[group.experiment].metric
     describe_in = functools.partial(describe, metric=metric, preset=group.preset)
 
-    less, counts = item.deciding.less, Counter(verdict for _, verdict in item.pairs)
-    content |= {"holding": counts["holds"], "contradicted": counts["contradicted"], "unit": item.deciding.unit}
+    less, unit = item.deciding.less, item.deciding.unit
+    content |= {"holding": item.num_pairs("holds"), "contradicted": item.num_pairs("contradicted"), "unit": unit}
     content |= {"deciding": describe_in(less)} | item.deciding.numbers()
     content["pairs"] = [
         {"pair": describe_in(weakest.less, with_length=False), "verdict": verdict}
@@ -249,9 +250,10 @@ def format_spread(values: Sequence[float]) -> str:
     """Return the mean and half the range over seeds, or "" without values."""
     if not values:
         return ""
-    mean, half = fmean(values), (max(values) - min(values)) / 2
-    form = ".2f" if abs(mean) < 1000 else ".0f"
-    return f"{mean:{form}}" + (f" ±\N{NO-BREAK SPACE}{half:{form}}" if len(values) > 1 else "")
+    mean, half = mean_of(values), (max(values) - min(values)) / 2
+    form = ".2f" if abs(mean) < 1000 else ".0f" if abs(mean) < FIXED_BELOW else ".2g"
+    spread = f" ±\N{NO-BREAK SPACE}{half:{form}}" if len(values) > 1 and math.isfinite(mean) else ""
+    return f"{mean:{form}}{spread}"
 
 
 # Spaces at which no line is broken: inside an interval, beside a unit, between two numbers.

@@ -23,6 +23,7 @@ import numpy as np
 
 from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, read_run
 from dape_jax.errors import require
+from dape_jax.evaluation.report import FIXED_BELOW
 from dape_jax.evaluation.trained import fields_without
 from dape_jax.files import json_digest, write_atomically
 from dape_jax.storage import read_errors
@@ -81,7 +82,7 @@ def read_lines(file: Path) -> list[Run]:
 
 
 def write_lines(file: Path, lines: list[Run]) -> None:
-    """Write a compressed file of JSON lines."""
+    """Write a compressed file of JSON lines atomically."""
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
     write_atomically(file, zstd.compress(text.encode(), level=19))
 
@@ -242,6 +243,11 @@ def measured(run: Run, metric: str, divisor: int) -> tuple[dict[int, float], dic
     values = {divisor * result["length"]: float(result["delta"]) for result in run["deltas"]}
     local = rows[run["train_length"]]
     return values, {at: Sample(units, np.stack([local, rows[at // divisor]], axis=1)) for at in values}
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """Return the mean; infinity or NaN where `fmean` would raise: for infinities, or sums too large for a float."""
+    return fmean(values) if max(map(abs, values)) < FIXED_BELOW else sum(values) / len(values)
 
 
 def lookup_in(group: Group) -> Lookup:

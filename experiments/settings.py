@@ -25,3 +25,6 @@ class Settings:
         require_local(self.results, "--results")
         require_local(self.workdirs, "--workdirs")
         require(self.preset in PRESETS, "--preset", self.preset, f"must be one of {list(PRESETS)}")
+        for field in ("seeds", "methods", "train_lengths", "tasks"):
+            values = getattr(self, field)
+            require(len(set(values)) == len(values), f"--{field}", values, "must not contain duplicates")

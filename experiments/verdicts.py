@@ -19,7 +19,6 @@ underestimate the spread. For step times the units that are drawn are steps, for
 
 import dataclasses
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -108,20 +107,25 @@ class Judgement:
     pairs: tuple[tuple[Difference, Verdict], ...]  # the weakest comparison of each, and its verdict
     deciding: Difference | None
 
+    def num_pairs(self, verdict: Verdict) -> int:
+        """Return the number of pairs with a verdict."""
+        return sum(found == verdict for _, found in self.pairs)
+
 
 def judge(claim: Claim, lookup: Lookup, metric: str) -> Judgement:
     """Return the verdict on a claim.
 
     It is "not tested" unless the claim has comparisons, and all of them have results of `MIN_SEEDS` seeds.
     """
-    found = [difference(each, lookup, metric) for each in claim.comparisons]
-    tested = [each for each in found if each is not None and each.num_seeds >= MIN_SEEDS]
-    if not tested or len(tested) < len(found):
+    by_models: dict[Any, list[Difference]] = {}
+    for each in claim.comparisons:
+        found = difference(each, lookup, metric)
+        if found is None or found.num_seeds < MIN_SEEDS:
+            return Judgement("not tested", (), None)
+        models = (side.models if isinstance(side, Result) else side for side in (each.low, each.high))
+        by_models.setdefault(tuple(models), []).append(found)
+    if not by_models:
         return Judgement("not tested", (), None)
-    by_models = defaultdict[Any, list[Difference]](list)
-    for each in tested:
-        models = (side.models if isinstance(side, Result) else side for side in (each.less.low, each.less.high))
-        by_models[tuple(models)].append(each)
     pairs = by_models.values()
     holds = holm([max(each.p_less for each in pair) for pair in pairs])
     contradicted = holm([min(1.0, len(pair) * min(each.p_more for each in pair)) for pair in pairs])
@@ -185,7 +189,7 @@ def difference(less: Less, lookup: Lookup, metric: str) -> Difference | None:
             p_less, p_more = (float((1 + np.sum(reversed_)) / (1 + DRAWS)) for reversed_ in (drawn >= 0, drawn <= 0))
     unit = "%" if is_log(metric) else ""
     if unit:
-        mean, low, high = (100 * math.expm1(n) for n in (mean, low, high))
+        mean, low, high = (100 * (math.inf if n > 700 else math.expm1(n)) for n in (mean, low, high))
     return Difference(less, mean, low, high, p_less, p_more, len(seeds), unit)
 
 

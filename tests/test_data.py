@@ -299,6 +299,7 @@ def test_a_changed_byte_is_detected(pristine: Path, name: str, bits: int, is_cut
     [
         (None, r"fields = \[\]: must be "),
         ({"format_version": 1}, r"format_version, split, fingerprint = \(1, .*: must be \(2, "),
+        ({"vocab_size": 10**30}, "cannot be read"),
         ({"vocab_size": 200}, "num_tokens, num_documents"),
         ({"num_documents": 7}, r"num_tokens, num_documents = \(\d+, 7\): must be "),
         ({"num_tokens": 3}, r"num_tokens, num_documents = \(3, \d+\): must be "),
@@ -306,6 +307,7 @@ def test_a_changed_byte_is_detected(pristine: Path, name: str, bits: int, is_cut
         ({"split": "test"}, r"split, fingerprint = \(2, 'test', "),
         ({"fingerprint": "0"}, r"split, fingerprint = \(2, 'validation', '0'\)"),
         ({"digest": "0" * 64}, "digest = '000"),
+        ({"tokenizer": ["bytes"]}, r"tokenizer = \['bytes'\]: must be of type str"),
     ],
 )
 def test_a_sidecar_that_does_not_fit_is_named(copy: Path, change: dict | None, message: str):
@@ -324,7 +326,8 @@ def test_a_sidecar_that_does_not_fit_is_named(copy: Path, change: dict | None, m
             lambda tokens, offsets: (np.where(np.arange(tokens.size) == 7, 257, tokens), offsets),
             r"tokens\.bin: token id = 257: must be 0 to 256",
         ),
-        (lambda tokens, offsets: (tokens, offsets + 1), r"offsets\.npy: first and last .* must rise from 0 to \d+,"),
+        (lambda tokens, offsets: (tokens, offsets[::-1]), r"offsets\.npy: first and last .* must rise from 0 to \d+,"),
+        (lambda tokens, offsets: (tokens, offsets + 1), r"first and last offset = \(1, \d+\): "),
         (
             lambda tokens, offsets: (tokens, np.r_[0, offsets[-2:0:-1], offsets[-1]]),
             r"first and last offset = \(0, \d+\): ",

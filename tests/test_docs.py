@@ -1,6 +1,7 @@
 """Documentation: the site builds without warnings, links resolve, tables are up to date, the notebook runs."""
 
 import dataclasses
+import importlib
 import json
 import re
 from pathlib import Path
@@ -100,6 +101,30 @@ def test_every_field_of_a_config_has_a_meaning_and_a_default():
             assert all((field.meaning, field.default, field.kind)), (section.name, field.name)
     for text in ("0.002 (quickstart); 0.003 (small); 0.0006 (paper)", "at least 0 and below 1", "one of cosine, wsd"):
         assert text in (DOCS / "config.md").read_text()
+
+
+STYLED = """
+from __future__ import annotations
+import dataclasses
+from typing import Literal
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  initial_a: float = 1.0  # initial value of a
+  # name of it
+  mode: Literal["a", "b"] = "a"
+"""
+
+
+def test_fields_of_a_users_module_in_another_style(tmp_path, monkeypatch):
+    (tmp_path / "styled.py").write_text(STYLED)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = fields._fields(importlib.import_module("styled").Config(), "model", {})
+    rows = [
+        ("initial_a", "float", "1.0", "initial value of a", ""),
+        ("mode", "Literal['a', 'b']", "a", "name of it", ""),
+    ]
+    assert found == rows
 
 
 def test_notebook_has_the_outputs_of_its_cells():

@@ -25,7 +25,7 @@ from experiments.claims import NOT_IN_PAPER, Claim, Experiment, Less, Result, ce
 from experiments.methods import METHODS, PRESETS, Preset, TaskPreset
 from experiments.paper import paper_tables
 from experiments.run import PlannedRun, Run, config_of, run_experiment, runs_of
-from experiments.runs import Group, Series, paper_groups, read_groups, read_lines, read_runs, write_lines
+from experiments.runs import Group, Series, add_run, paper_groups, read_groups, read_lines, read_runs, write_lines
 from experiments.settings import Settings
 
 pytestmark = pytest.mark.extra
@@ -202,7 +202,7 @@ def test_committed_reports_are_those_of_the_committed_runs():
     def read(text: str) -> dict:
         return json.loads(text, parse_float=lambda number: f"{float(number):.9g}")
 
-    names, page = ("table5", "table1", "table6", "table7"), (ROOT / "results" / "README.md").read_text()
+    names, page = ("fig4", "table1", "table6", "table7"), (ROOT / "results" / "README.md").read_text()
     for group in (group for group in read_groups(ROOT / "results") if group.experiment in names):
         content = report._content(group)
         committed = read((ROOT / "results" / group.experiment / "report.json").read_text())
@@ -249,6 +249,12 @@ def run_tiny(name: str, world: dict[str, str], seeds: tuple[int, ...] = (), task
     return [stored[item.run.name] for item in planned]
 
 
+def length_result(length: int, perplexity: float) -> dict:
+    """Return the results of one window with one scored token."""
+    nats = math.log(perplexity)
+    return {"length": length, "perplexity": perplexity, "num_tokens": 1, "num_windows": 1, "window_nats": [nats]}
+
+
 @pytest.fixture
 def trained(monkeypatch) -> list[tuple[str, int]]:
     """Return the list of models that would be trained, by method and seed; results are computed from the seed."""
@@ -256,9 +262,8 @@ def trained(monkeypatch) -> list[tuple[str, int]]:
 
     def train_and_evaluate(item, workdirs):
         models.append((item.run.model.method, item.run.seed))
-        found = {length: length + item.run.seed / 8 for length in item.run.lengths}  # perplexities of one token
-        results = [{"length": n, "perplexity": p, "window_nats": [math.log(p)]} for n, p in found.items()]
-        return {"documents": [0], "lengths": [each | {"num_tokens": 1, "num_windows": 1} for each in results]}
+        results = [length_result(length, length + item.run.seed / 8) for length in item.run.lengths]
+        return {"documents": [0], "lengths": results}
 
     monkeypatch.setattr(run, "train_and_evaluate", train_and_evaluate)
     return models
@@ -268,9 +273,6 @@ def test_finished_runs_are_reused_and_a_killed_experiment_resumes(small_world, t
     caplog.set_level("INFO", "dape_jax")  # as the command line does
 
     def killed(*arguments):
-        for name, changes in (("--results", {"workdirs": small_world["workdirs"] + "/other"}), ("--workdirs", {})):
-            with pytest.raises(InputError, match=f"^{name}.*in use by another process"):
-                run_tiny("one" if changes else "two", small_world | changes)
         raise KeyboardInterrupt
 
     results = Path(small_world["results"])
@@ -295,15 +297,27 @@ def test_finished_runs_are_reused_and_a_killed_experiment_resumes(small_world, t
     assert [result["length"] for result in content["lengths"]] == [16, 32]
     assert {"commit", "device", "versions", "wall_seconds", "config", "data"} <= set(content)
 
-    readme = report.write(results).read_text()
+    readme = report.write(results).read_text().replace("\N{NO-BREAK SPACE}", " ")
+    verdict = "| [one](#one) tiny, text | ALiBi is within ten times Kerple | **holds**, 1 of 1 hold "
+    assert f"{verdict}| alibi T16 at 32 against 10.00 x kerple T16 at 32: -90.0 % [-90.0, -90.0] | 2 |  | " in readme
     assert "- two: ALiBi is within ten times Kerple." in readme  # there are no runs of Kerple
     paper, others = readme.split("### Questions that the paper leaves open")
     numbers = [len(e.claims) for e in EXPERIMENTS.values() if e.source == NOT_IN_PAPER]
     assert f"\n\n1 holds, {sum(len(e.claims) for e in EXPERIMENTS.values()) - sum(numbers) - 1} not tested.\n" in paper
     assert f"\n\n{sum(numbers)} not tested.\n" in others
-    (claim,) = json.loads((results / "one" / "report.json").read_bytes())["tiny-text"]["claims"]
+    described = json.loads((results / "one" / "report.json").read_bytes())["tiny-text"]
+    (claim,) = described["claims"]
     assert claim["minutes"] == pytest.approx(sum(each["wall_seconds"] for each in both) / 60)
+    (series,) = [series for series in described["series"] if series["method"] == "kerple"]
+    assert [series["values"][seed]["32"] for seed in ("0", "1")] == [32, 32.125]
     assert (results / "one" / "figure.png").stat().st_size > 3_000
+
+    # Numbers of seeds are shown if they differ.
+    assert "| method | trained at | 16 | 32 |" in readme
+    write_lines(results / "two" / runs.FILE, lines[:-1])
+    page = report.write(results).read_text()
+    for row in ("| method | trained at | seeds | 16 | 32 |", "| alibi | 16 | 2 |", "| nope | 16 | 1 |"):
+        assert row in page
 
     # Another config or another text of the same name is refused, also under another seed.
     with monkeypatch.context() as patch:
@@ -315,6 +329,18 @@ def test_finished_runs_are_reused_and_a_killed_experiment_resumes(small_world, t
         with pytest.raises(InputError, match="another config or text"):
             run_tiny("one", small_world, seeds)
     assert len(trained) == 6
+
+
+def test_two_processes_cannot_use_one_directory(small_world, monkeypatch):
+    def train_and_evaluate(item, workdirs):
+        for name, changes in (("--results", {"workdirs": small_world["workdirs"] + "/other"}), ("--workdirs", {})):
+            with pytest.raises(InputError, match=f"^{name}.*in use by another process"):
+                run_tiny("one" if changes else "two", small_world | changes)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "train_and_evaluate", train_and_evaluate)
+    with pytest.raises(KeyboardInterrupt):
+        run_tiny("one", small_world, (0,))
 
 
 def test_a_report_needs_runs_of_the_catalogue(small_world, trained):
@@ -379,12 +405,36 @@ def test_perplexity_delta_and_time_are_measured(small_world, monkeypatch):
     assert [each["step_ms"] for each in run_tiny("time", small_world, (0,))] == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1.7e308], ids=str)
+@pytest.mark.parametrize("metric", ["perplexity", "delta"])
+def test_models_that_diverged_are_in_the_report(small_world, monkeypatch, metric: str, value: float):
+    """One seed, then both, of a method diverged: figures leave it out, tables name it, and the JSON is valid."""
+    monkeypatch.setitem(EXPERIMENTS, "one", dataclasses.replace(EXPERIMENTS["one"], metric=metric))
+    diverged, small = length_result(32, value) | {"delta": -value}, length_result(16, 3.0) | {"delta": 1.0}
+    planned = run.plan_runs("one", Settings("tiny", **small_world))
+    for seeds in ((0,), (0, 1)):
+        results = Path(f"{small_world['results']}-{len(seeds)}")
+        for item in planned:
+            is_diverged = item.run.model.method == "kerple" and item.run.seed in seeds
+            of_run = [small, diverged if is_diverged else small | {"length": 32}]
+            content = item.content(json_values({"documents": [0], "lengths": of_run, "deltas": of_run[1:]}), 1.0)
+            add_run(results, "one", item.group, item.run.name, content)
+        page = report.write(results).read_text()
+        (group,) = json.loads((results / "one" / "report.json").read_text(), parse_constant=pytest.fail).values()
+        found = float(group["series"][0]["values"]["0"]["32"])
+        assert found == pytest.approx(value if metric == "perplexity" else -value, nan_ok=True)
+        (row,) = [line for line in page.splitlines() if line.startswith("| kerple | 16 |")]
+        assert len(row) < 100
+        assert ("nan" if math.isnan(value) else "inf" if value == math.inf or len(seeds) == 2 else "e+307") in row
+
+
 @pytest.mark.parametrize(
     ("arguments", "changes", "words"),
     [
         ("run fig99", {}, ["run = 'fig99'", "fig2"]),
         ("run table6", {"data": "stdlib"}, ["--data", "stdlib", "must be empty"]),
         ("run fig2", {"tasks": ("even_pairs",)}, ["--tasks", "even_pairs", "must be empty"]),
+        ("run fig2", {"methods": ("rope", "rope")}, ["--methods", "rope", "duplicates"]),
         ("run fig2", {"train_lengths": (128, 512)}, ["--train_lengths", "512", "[32, 128]"]),
         ("run fig3", {"methods": ("rope",), "train_lengths": (64,)}, ["--methods, --train_lengths", "rope", "64"]),
         ("run fig2", {"preset": "huge"}, ["--preset", "huge", "small"]),
@@ -449,8 +499,10 @@ def test_a_method_has_one_style_in_every_figure():
     """Figures of evaluations and of experiments."""
     runs = json.loads((ROOT / "results/quickstart/lengths.json").read_text())["runs"]
     figures = table_of("lengths", runs, Options())[1].figure, plots.experiment_figure(paper_groups("fig2"))
+    drawn = [[line for axes in figure.axes for line in axes.get_lines()] for figure in figures]
     one, other = (
-        {line.get_label(): (line.get_color(), line.get_marker()) for axes in figure.axes for line in axes.get_lines()}
-        for figure in figures
+        [{(line.get_color(), line.get_marker()) for line in lines if line.get_label() == method} for lines in drawn]
+        for method in ("kerple", "dape1x3-kerple")
     )
-    assert one["kerple"] == other["kerple"] != one["dape1x3-kerple"] == other["dape1x3-kerple"]
+    assert one[0] == one[1] != other[0] == other[1]
+    assert len(one[0]) == len(other[0]) == 1

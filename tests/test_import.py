@@ -59,8 +59,8 @@ SIZES |= {"intermediate_size": 24, "max_position_embeddings": 64, "bos_token_id"
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"rope_theta": 1000.0, "original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "original_max_position_embeddings": 64}
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0, "original_max_position_embeddings": 32}
-LONG = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 16}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
+LONG = {"rope_type": "longrope", "rope_theta": 100.0}
 LONG |= {"short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.0, 3.0, 5.0, 9.0]}
 ALL_LAYERS = {"use_sliding_window": True, "max_window_layers": 0}
 LATER_LAYERS = ALL_LAYERS | {"max_window_layers": 1}
@@ -92,7 +92,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama-yarn": ("llama", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}}),
     "llama-dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 12}),
-    "llama-not-yet-dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 24}),
+    "llama-not-yet-dynamic": (
+        "llama",
+        {"rope_parameters": DYNAMIC | {"original_max_position_embeddings": 12}, "max_position_embeddings": 32},
+    ),
     "mistral": ("mistral", {"num_key_value_heads": 2, "sliding_window": 5}),
     "ministral": ("ministral", {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5, "layer_types": WINDOWS}),
     "qwen2": ("qwen2", {"num_key_value_heads": 2, **TIED}),
@@ -104,7 +107,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("phi", {"num_key_value_heads": 2, "partial_rotary_factor": 0.75}),
     "phi3": ("phi3", {"num_key_value_heads": 2, "sliding_window": 5, "pad_token_id": None}),
     "phi3-long": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 10, "pad_token_id": None}),
-    "phi3-short": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 32, "pad_token_id": None}),
+    "phi3-short": (
+        "phi3",
+        {
+            "rope_parameters": LONG | {"original_max_position_embeddings": 10},
+            "original_max_position_embeddings": 32,
+            "pad_token_id": None,
+        },
+    ),
     "stablelm": ("stablelm", {"num_key_value_heads": 2, "use_qkv_bias": True, "partial_rotary_factor": 0.5}),
     "stablelm-parallel": (
         "stablelm",
@@ -498,6 +508,10 @@ def test_a_tokenizer_of_two_files_is_converted(directories, tmp_path, text, monk
     with pytest.raises(InputError, match=r"vocab.json cannot be converted: .* custom code"):
         source_tokenizer(copy, 300)
     assert not (tmp_path / "ran").exists()
+    (copy / "merges.txt").unlink()
+    (copy / "vocab.json").write_text("[]")
+    with pytest.raises(InputError, match=r"vocab.json cannot be converted: "):
+        source_tokenizer(copy, 300)
     (copy / "tokenizer.model").write_text("version https://git-lfs.github.com/spec/v1")
     with pytest.raises(InputError, match=r"tokenizer.model cannot be converted: .*git lfs pull"):
         source_tokenizer(copy, 300)
@@ -833,13 +847,18 @@ def copied(directory: Path, tmp_path: Path) -> Path:
 
 CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("llama3", {"model_type": "bert"}, "model_type = 'bert': must be one of"),
+    ("llama3", {"model_type": None}, "model_type = None: must be of type str"),
     ("llama3", {"hidden_size": "16"}, "hidden_size = '16': must be of type int"),
     ("llama3", {"num_hidden_layers": -1}, "num_hidden_layers = -1: must be positive"),
     ("llama3", {"num_key_value_heads": 3}, "num_key_value_heads = 3: must divide num_attention_heads = 4"),
     ("llama3", {"intermediate_size": 25}, r"gate_proj.weight: shape = \[24, 32\]: must be \[25, 32\]"),
     ("llama3", {"hidden_act": "mish"}, "hidden_act = 'mish': must be one of"),
     ("llama3", {"rope_parameters": {"rope_type": "proportional"}}, "rope_type = 'proportional': must be one of"),
-    ("llama3", {"rope_parameters": LONG | {"long_factor": [1.0]}}, r"long_factors = \(1.0,\): must be 4 positive num"),
+    (
+        "llama3",
+        {"rope_parameters": LONG | {"original_max_position_embeddings": 9, "long_factor": [1.0]}},
+        r"model.rotary.long_factors = \(1.0,\): must be 4 positive numbers",
+    ),
     ("llama3", {"rope_parameters": {"rope_type": "linear"}}, "factor = None: must be of type float"),
     ("llama3", {"rope_parameters": YARN | {"attention_factor": -1.0}}, "attention_factor = -1.0: must be positive"),
     ("llama3", {"num_hidden_layers": 4}, r"model.layers.3.self_attn.q_proj.weight: is missing"),
@@ -851,14 +870,18 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("llama3", {"is_causal": False}, "is_causal = False: is not supported"),
     ("llama3", {"logit_scale": 0}, "logit_scale = 0: is not supported"),
     ("llama3", {"quantization_config": {"bits": 4}}, "quantization_config = .*: must be missing"),
-    ("llama3", {"model_type": "qwen3_moe", "num_experts": 8}, "num_experts = 8: mixtures of experts are not supp"),
+    ("llama3", {"num_local_experts": 8}, "num_local_experts = 8: mixtures of experts are not supported"),
+    ("llama3", {"model_type": "qwen3_moe", "num_experts": 8}, "num_experts = 8: mixtures of experts"),
     ("llama3", {"text_config": {"model_type": "mllama"}}, "text_config: model_type = 'mllama': must be one of"),
     ("llama3", {"text_config": {"model_type": "gemma"}, "model_type": "paligemma"}, "model_type = 'paligemma': "),
     *(("llama3", {name: value}, f"{name} = .*: is not supported") for name, value in PUBLISHED["harmful"].items()),
     ("published-gpt2", {"n_ctx": 65}, "n_ctx = 65: must be n_positions = 64"),
     ("llama3", {"layer_types": [FULL] * 2}, "layer_types = .*: must be full_attention for each of 3 layers"),
+    ("qwen2", {"layer_types": [FULL] * 2}, "layer_types = .*: must be full_attention or sliding_attention for each"),
     ("qwen2", {"layer_types": [FULL, FULL, "linear_attention"]}, "layer_types = .*: must be full_attention or"),
-    ("qwen2", {"layer_types": WINDOWS}, " sliding_window = None: must be given, and used, with sliding_attention"),
+    ("qwen2", {"layer_types": WINDOWS}, "use_sliding_window = False: must be true with sliding_attention in layer_ty"),
+    ("qwen2", {"layer_types": WINDOWS} | ALL_LAYERS, " sliding_window = None: must be given with sliding_attention in"),
+    ("smollm3-windows", {"no_rope_layers": [1, 0]}, "no_rope_layers = .*: must be 0 or 1 for each of 3 layers"),
     ("smollm3-windows", {"no_rope_layers": [0, 1, 2]}, "no_rope_layers = .*: must be 0 or 1 for each of 3 layers"),
     ("smollm3-windows", {"layer_types": [FULL, SLIDING, FULL]}, "layer_types = .*: must be sliding_attention in the"),
     ("olmo3", {"rope_parameters": YARN}, "rope_parameters = .*: must have full_attention and sliding_attention"),

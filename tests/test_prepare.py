@@ -552,8 +552,10 @@ BAD_LINES = {
     b"\0": "not JSON",
     b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}": "not JSON",
     b"[1]": "no text",
+    b"null": "no text",
     b"{}": "no text",
     b'{"text": null}': "no text",
+    b'{"text": 3}': "no text",
     rb'{"text": "\ud800"}': "not Unicode",
 }
 
@@ -586,10 +588,13 @@ DAMAGED = {
     "after the year 9999": ("a.parquet", parquet_file(text=LATE), [(1, "out of range"), (2, "no text")]),
     "first of an array": ("a.json", b'[{"text": null}, {"text": "a"}]', [(1, "no text")]),
     "no field": ("a.parquet", parquet_file(other=["a"]), [(1, "no text")]),
+    "number": ("a.parquet", parquet_file(text=[1, 2]), [(1, "no text"), (2, "no text")]),
     "cut": ("a.parquet", parquet_file(text=["a"])[:-9], [(1, "damaged file")]),
+    "empty": ("a.parquet", b"", [(1, "damaged file")]),
     "cut stream": ("a.arrow", FILES["arrow"][:-4], [(41, "damaged file")]),
     # Integers of 128 bits: what pyarrow does not support is another kind of error.
     "wide stream": ("a.arrow", arrow(ipc.new_stream, text=["a"], n=[1]).replace(b"@", b"\x80"), [(1, "damaged file")]),
+    "empty stream": ("a.arrow", b"", [(1, "damaged file")]),
 }
 for suffix, compress in COMPRESS.items():
     DAMAGED[suffix] = (f"a.txt.{suffix}", compress(HEX)[:-50], [(1, "damaged file")])
@@ -911,6 +916,7 @@ NUM_SEQUENCES = sum(map(len, PAIR))
 SIZES, STARTS, INDEX = 34, 34 + 4 * NUM_SEQUENCES, 34 + 12 * NUM_SEQUENCES
 REFUSED: dict[str, tuple[str, int, int | bytes, str]] = {
     "cut": ("", 20, 0, r"pair: \.bin and \.idx must be a pair"),
+    "empty": ("", 0, 0, r"pair: \.bin and \.idx must be a pair"),
     "other magic": ("<9s", 0, b"TNTIDX\0\0\1", r"pair\.idx: magic, version, dtype = \(b'TNTIDX"),
     "float": ("<B", 17, 6, r"pair\.idx: magic, version, dtype = .* 6\): must be .*'uint16'"),
     "sequences without end": ("<Q", 18, 2**64 - 1, r"pair\.idx: size = \d+: must be "),

@@ -378,7 +378,10 @@ REFUSED: dict[str, tuple[bytes | None, str]] = {
     "no model": (changed("model", to=None), NO_FILE),
     "no end": (NO_END.encode(), r"added_tokens must have an end-of-document token: .*; `add_special_tokens` of"),
     "added id": (changed("added_tokens", 0, "id", to=7), r"added token '<\|endoftext\|>': id = 7"),
+    "empty": (b"", NO_FILE),
+    "a list": (b"[]", NO_FILE),
     "not UTF-8": (b"\xff\xfe{", NO_FILE),
+    "no fields": (b'{"model": {}}', NO_FILE),
 }
 REFUSED |= dict.fromkeys(["gpt2", "nowhere/tokenizer.json", "a\0b", "."], (None, "must be 'bytes', or the path of"))
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dape_jax.errors import InputError
-from experiments import runs, verdicts
+from experiments import report, runs, verdicts
 from experiments.claims import Claim, Less, Model, cell, score
 from experiments.verdicts import Sample, describe, difference, holm, judge
 
@@ -111,7 +111,10 @@ def test_sides_scored_on_other_windows_are_refused():
         (6.0, math.inf, "holds"),
         (math.inf, 6.0, "contradicted"),
         (math.inf, math.inf, "undecided"),
+        (math.inf, math.nan, "undecided"),
         (1.0, math.nan, "undecided"),
+        (math.nan, 1.0, "undecided"),
+        (6.0, 1.7e308, "holds"),
     ],
 )
 def test_a_model_that_diverged_is_worse_than_any_other(of_low: float, of_high: float, verdict: str):
@@ -173,6 +176,9 @@ def test_all_lengths_of_two_models_are_one_pair():
     values[cells["a", 32, 64]] = {0: 2.0, 1: 2.0001, 2: 2.0}  # and now it is reversed
     judgement = judge(better, lookup_of(values), "perplexity")
     assert (judgement.verdict, *verdicts_of(judgement)) == ("contradicted", "holds", "contradicted")
+    group = runs.Group("fig2", "paper", "text", {}, [])
+    lines = report._parts([(group, report._claim(group, "better", better, judgement))])
+    assert lines == ["- fig2 paper, text, better. Holds: a T16 against b T16; contradicted: a T32 against b T32."]
     assert judge(dataclasses.replace(better, at_least=1), lookup_of(values), "perplexity").verdict == "holds"
 
 

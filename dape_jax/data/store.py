@@ -24,7 +24,7 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import filelock
 import fsspec
@@ -349,13 +349,15 @@ def _sidecars(path: str, field: str) -> dict[Split, Sidecar]:
     if path == STDLIB:
         return {}
     sidecars: dict[Split, Sidecar] = {}
-    names = {field.name for field in dataclasses.fields(Sidecar)}
+    kinds = get_type_hints(Sidecar)
     for split in SPLITS:
         file = f"{path.rstrip('/')}/{split}/{SIDECAR_FILE}"
         with read_errors(field, path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             system, name = fsspec.url_to_fs(file) if is_remote(file) else (None, os.path.expanduser(file))
             content = parse_json(file, Path(name).read_bytes() if system is None else system.cat_file(name))
-            require(content.keys() == names, f"{file}: fields", sorted(content), f"must be {sorted(names)}")
+            require(content.keys() == kinds.keys(), f"{file}: fields", sorted(content), f"must be {sorted(kinds)}")
+            for key, kind in kinds.items():
+                require(type(content[key]) is kind, f"{file}: {key}", content[key], f"must be of type {kind.__name__}")
             sidecar = sidecars[split] = Sidecar(**content)
             given = (sidecar.format_version, sidecar.split, sidecar.fingerprint)
             expected = (FORMAT_VERSION, split, next(iter(sidecars.values())).fingerprint)

@@ -335,7 +335,8 @@ def score_windows(
     programs: list[Program], params: Params, mesh: Mesh, store: TokenStore, windows: Sequence[Window], name: str
 ) -> NllByLength:
     """Run the programs of `compile_lengths`; return the nll of the scored tokens of every window, by length."""
-    nll_by_length, flops = {}, len(windows) * sum(program.row_flops for program in programs)
+    nll_by_length = {}
+    flops = len(windows) * sum(program.row_flops for program in programs)
     with jax.set_mesh(mesh), Progress(total=flops, unit="FLOP", unit_scale=True, desc=name) as bar:
         for program in programs:
             bar.set_postfix_str(f"length {program.length}")

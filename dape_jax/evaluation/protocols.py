@@ -307,7 +307,7 @@ def table_of(stem: str, runs: Results, options: Options) -> tuple[Results, Table
     """Return the results that are shown in place of the runs, and their table and figure."""
     shown = compare(stem, runs, options)
     table = REPORTS[stem].table(shown)
-    if runs[0].get("bos") and "stride" not in runs[0]:
+    if "bos" in runs[0] and runs[0]["bos"] is not None and "stride" not in runs[0]:
         table = table._replace(caption=f"{table.caption} The first token of each sequence is {runs[0]['bos']}.")
     return shown, table
 

@@ -28,8 +28,11 @@ VisiblePairs = Bool[Array, "T S"] | Bool[Array, "B 1 T S"]  # True where the que
 class Positions(NamedTuple):
     """Positions of query rows and keys, and the first positions of their segments.
 
-    segment_ids_BS   3 3 3 7 7        Keys of other segments are masked, and columns left of a row's segment are
-    start_BS         0 0 0 3 3        outside its array, as if the segment were alone.
+        segment_ids_BS   3 3 3 7 7
+        start_BS         0 0 0 3 3
+
+    Keys of other segments are masked, and columns left of a row's segment are outside its array, as if the segment were
+    alone.
     """
 
     q_pos_T: Int[Array, "T"]

@@ -191,12 +191,12 @@ class TransformerConfig:
         heads, width = self.num_heads, self.width
         allowed = f"must divide model.width = {width} if model.head_dim is None"
         require(self.head_dim is not None or width % heads == 0, "model.num_heads", heads, allowed)
-        automatic = {"num_kv_heads": heads, "head_dim": width // heads, "mlp_width": 4 * width}
-        automatic |= {"num_outputs": self.vocab_size}
-        for field, value in automatic.items():
+        follows = {"num_kv_heads": heads, "head_dim": width // heads, "mlp_width": 4 * width}
+        follows |= {"num_outputs": self.vocab_size}
+        for field, value in follows.items():
             if getattr(self, field) is None:
                 object.__setattr__(self, field, value)
-        positive(self, "model", *automatic)
+        positive(self, "model", *follows)
         if self.dtype == "auto":
             object.__setattr__(self, "dtype", "float32" if jax.default_backend() == "cpu" else "bfloat16")
         one_of(self, "model", norm=NORMS, qk_norm=QK_NORMS, activation=ACTIVATIONS)
@@ -672,9 +672,13 @@ class Transformer(nnx.Module):
         pos_T = jnp.asarray(as_positions("pos_T", pos_T), int)
         x_BTD = self.embeddings(tokens_BT, pos_T)
 
-        def layer(carry: Any, of_layer: tuple[Block, Array]) -> tuple[Any, None]:
+        def layer(
+            carry: tuple[Array, Cache], of_layer: tuple[Block, Array]
+        ) -> tuple[tuple[Float[Array, "B T D"], Cache], None]:
             (x_BTD, cache), (block, number) = carry, of_layer
-            return block(x_BTD, Places(pos_T), self.shared_bias, cache, number), None
+            x_BTD, written = block(x_BTD, Places(pos_T), self.shared_bias, cache, number)
+            assert written is not None
+            return (x_BTD, written), None
 
         numbers = jnp.arange(self.config.num_layers)
         (x_BTD, cache), _ = jax.lax.scan(layer, (x_BTD, cache), (self.layers, numbers))

@@ -78,7 +78,7 @@ class Fields:
 
     def is_given(self, name: str) -> bool:
         """Return whether the config has this field, and it is not null."""
-        return self.config.get(name) is not None
+        return name in self.config and self.config[name] is not None
 
     def rename(self, **names: str) -> None:
         """Read fields under other names. A field that the config has under both must have the same value twice."""
@@ -94,7 +94,8 @@ class Fields:
         """Raise `InputError` for a field unless the condition holds. Long values are shortened in the message."""
         if not condition:
             name = self.names.get(name, name)
-            raise InputError(f"{self.where}: {short(name)} = {short(repr(self.config.get(name)))}: {allowed}")
+            value = self.config[name] if name in self.config else None
+            raise InputError(f"{self.where}: {short(name)} = {short(repr(value))}: {allowed}")
 
     def take(self, name: str, kind: type, default: Any = None) -> Any:
         """Return a field, or the default if it is missing or null. Without a default the field is required.
@@ -234,9 +235,9 @@ def _rotary(fields: Fields, max_length: int, base: float = 10_000.0, fraction: f
     }
     is_family = fraction is not None or shared["fraction"] == 1
     scaling.check(is_family, "partial_rotary_factor", "must be 1 in this family")
-    scaling.rename(type="rope_type")
-    kind = scaling.take("rope_type", str, "default")
-    scaling.check(kind in SCALINGS, "rope_type", f"must be one of {list(SCALINGS)}")
+    kind = scaling.take("rope_type", str, scaling.take("type", str, "default"))
+    allowed = f"must be one of {list(SCALINGS)}"
+    scaling.check(kind in SCALINGS, "rope_type" if "rope_type" in scaling.config else "type", allowed)
     rotary, factor = {"name": SCALINGS[kind], **shared}, 1.0
     original = scaling.take("original_max_position_embeddings", int, max_length)
     if rotary["name"] == "longrope":
@@ -455,14 +456,17 @@ def _smollm3(fields: Fields) -> Family:
     """Map SmolLM3: no rotary embedding in every fourth layer, which may have a window."""
     num_layers, interval = _num_layers(fields), fields.take("no_rope_layer_interval", int, 4)
     fields.check(interval > 0, "no_rope_layer_interval", "must be positive")
-    has_rope = fields.take("no_rope_layers", list, [int((layer + 1) % interval != 0) for layer in range(num_layers)])
+    has_rope = fields.optional("no_rope_layers", list)
+    if has_rope is None:
+        has_rope = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
     are_flags = len(has_rope) >= num_layers and all(each in (0, 1) for each in has_rope)
     fields.check(are_flags, "no_rope_layers", f"must be 0 or 1 for each of {num_layers} layers")
     layers = [layer for layer in range(num_layers) if not has_rope[layer]]
     window = fields.optional("sliding_window", int)
     window = window if fields.take("use_sliding_window", bool, False) else None
     windows = _windows(fields, window, lambda layer: window is not None and layer in layers)
-    are_same = window is None or windows.get("alternate_layers", []) == layers
+    found = windows["alternate_layers"] if "alternate_layers" in windows else []
+    are_same = window is None or found == layers
     fields.check(are_same, "layer_types", f"must be {SLIDING} in the layers without rotary embedding")
     options = {"alternate_layers": layers, "alternate_window": window, "alternate_rotary": {"name": "none"}}
     defaults = {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "rope_theta": 2e6}
@@ -500,8 +504,9 @@ def _windows(fields: Fields, window: int | None, has_window: Callable[[int], boo
     are_types = len(types) == num_layers and all(kind in (FULL, SLIDING) for kind in types)
     fields.check(are_types, "layer_types", f"must be {FULL} or {SLIDING} for each of {num_layers} layers")
     layers = [layer for layer, kind in enumerate(types) if kind == SLIDING]
-    allowed = f"must be given, and used, with {SLIDING} in layer_types"
-    fields.check(not layers or window is not None, "sliding_window", allowed)
+    is_off = "use_sliding_window" in fields.read and not fields.take("use_sliding_window", bool, False)
+    name, allowed = ("use_sliding_window", "true") if is_off else ("sliding_window", "given")
+    fields.check(not layers or window is not None, name, f"must be {allowed} with {SLIDING} in layer_types")
     if len(layers) in (0, num_layers):
         return {"window": window if layers else None}
     return {"alternate_layers": layers, "alternate_window": window}
@@ -647,13 +652,22 @@ def _times(factor: float) -> Callable[[np.ndarray], np.ndarray]:
     return lambda x: np.float32(factor) * np.asarray(x, np.float32)
 
 
+# Fields of the `model` section that older exports do not have.
+NEWER = ("qk_norm", "branch_norm", "score_cap", "logit_cap", "alternate_layers", "alternate_window", "alternate_rotary")
+NEWER += ("learned_positions",)
+
+
 def _dape(fields: Fields) -> Family:
     """Map an exported run: fields and tensors have our names, and each layer has its own tensors."""
     model: dict[str, Any] = {
         field.name: field.default for field in dataclasses.fields(TransformerConfig) if field.name not in NOT_EXPORTED
     }
-    fields.read |= set(model)
-    model |= {name: fields.config[name] for name in model if name in fields.config}  # older exports lack some
+    for name in model:
+        fields.check(name in fields.config or name in NEWER, name, "is missing")
+        fields.read.add(name)
+    model |= {name: fields.config[name] for name in model if name in fields.config}
+    tied = fields.take("tie_word_embeddings", bool, False)  # written by transformers; our field is tied_embeddings
+    fields.check(not tied, "tie_word_embeddings", "must be False; tied_embeddings is this model's field")
     model |= {"num_outputs": model["vocab_size"], "dropout": 0.0, "initializer": GPT_NEOX["initializer"]}
     computed = {"attention": {"name": "auto"}, "remat": "none", "dtype": "float32"}
     _, params = model_structure(read_model(model | computed))

@@ -153,9 +153,9 @@ def read_generation_kwargs(gen_kwargs: dict[str, Any], max_length: int) -> Gener
     return GenerationOptions(tuple(str(stop) for stop in until if stop not in ("", None)), max_gen_toks, sampling)
 
 
-def _number(option: int | str | None) -> int:
-    """Return an option of the harness, which may be text, as a number of 0 or more, or -1 if it is none."""
-    return int(str(option)) if str(option).isdecimal() else -1
+def _number(option: int | str | None) -> int | None:
+    """Return an option of the harness, which may be text, as a number of 0 or more, or None if it is none."""
+    return int(str(option)) if str(option).isdecimal() else None
 
 
 @register_model("dape_jax")
@@ -206,11 +206,11 @@ class DapeLM(TemplateLM):
             has_rope = isinstance(run.model.rotary, Rope)
             max_length = run.train.train_length if has_rope else max(run.evaluation.lengths)
             logger.info("max_length = %d tokens of context and continuation", max_length)
-        self.max_length = _number(max_length)
+        self.max_length = _number(max_length) or 0
         require(self.max_length > 0, "max_length", max_length, "must be a positive number")
+        self.batch_size = _number(batch_size)
         is_auto = batch_size is None or str(batch_size).partition(":")[0] == "auto"  # auto:N chooses N times
-        self.batch_size = _number(batch_size)  # below 1 for auto
-        require(is_auto or self.batch_size > 0, "batch_size", batch_size, "must be positive, or auto")
+        require(is_auto or bool(self.batch_size), "batch_size", batch_size, "must be positive, or auto")
         check(self.info.run.model, max_new_tokens=1, seed=0)
         self._tokenizer = saved_tokenizer(self.info.workdir)
         self.conventions, self._is_chat = saved_conventions(self.info.workdir), False
@@ -220,16 +220,17 @@ class DapeLM(TemplateLM):
             self._bos = self._tokenizer.id_of(name) if add_bos_token and name else None
             has_one = self._bos is not None or not add_bos_token
             require(has_one, "add_bos_token", add_bos_token, "must be False: the model's tokenizer has no BOS token")
-        first = self.eot_token_id if self._bos is None else self._bos
-        self._prefix = _number(first if prefix_token_id is None else prefix_token_id)
         allowed = f"must be an id of the model, 0 to {run.model.vocab_size - 1}"
-        require(0 <= self._prefix < run.model.vocab_size, "prefix_token_id", prefix_token_id, allowed)
+        self._prefix = _number(prefix_token_id)
+        is_id = self._prefix is not None and self._prefix < run.model.vocab_size
+        require(prefix_token_id is None or is_id, "prefix_token_id", prefix_token_id, allowed)
         self._mesh, self._params = restore(self.info)
 
     @property
     def prefix_token_id(self) -> int:
         """Token that is an empty context."""
-        return self._prefix
+        first = self.eot_token_id if self._bos is None else self._bos
+        return first if self._prefix is None else self._prefix
 
     @property
     def eot_token_id(self) -> int:
@@ -331,7 +332,7 @@ class DapeLM(TemplateLM):
         return answers
 
     def _rows_per_batch(self, width: int, num_rows: int) -> int:
-        fitting = self.batch_size if self.batch_size > 0 else max(1, self.info.run.evaluation.batch_tokens // width)
+        fitting = self.batch_size or max(1, self.info.run.evaluation.batch_tokens // width)
         return math.ceil(min(fitting, num_rows) / self._mesh.size) * self._mesh.size
 
     def _warn_of_truncation(self, num_truncated: int, num_requests: int) -> None:
